@@ -39,6 +39,12 @@ BENCHMARKS = {
         10,
         on="2 cores",
     ),
+    "environments": Benchmark(
+        "seconds of rounds whose tools take time, against lockstep, held slots and TRL",
+        15,
+        "seconds of the tools",
+        module="benchmarks.environments.main",
+    ),
     "papers": Benchmark(
         "schedules on a real chat model of 135 M parameters: seconds, steps and memory of a round",
         180,

@@ -214,6 +214,11 @@ class Completion:
             if isinstance(values, list | tuple):
                 setattr(self, name, array(typecode, values))
 
+    @property
+    def shown(self) -> str | list[dict[str, Any]]:
+        """What its reader sees: its text, or its messages if it may call tools."""
+        return self.messages or self.text
+
     def take(self, event: Event, version: int) -> None:
         """Append an event's tokens, drawn under policy `version`."""
         if new := event.token_ids:

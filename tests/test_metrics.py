@@ -49,7 +49,7 @@ RARE = {
             *("tools/call_frequency", "tools/failure_frequency", "tools/wait_ratio"),
             *(f"dropped/environment_{why}" for why in ("raised", "timeout", "crashed")),
             *(f"dropped/environment_{why}" for why in ("out_of_memory", "observation", "reply")),
-            "dropped/environment_lost",
+            "dropped/environment_diverged",
         ),
         "tools; `tests/environments`",
     ),

@@ -9,6 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lit_rlsched.callbacks.rollout_callback import run_of
+from lit_rlsched.data.messages import as_text
 from lit_rlsched.settings import RemembersInit, UsageError
 
 
@@ -80,7 +81,9 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pq.write_table(pa.Table.from_pylist(self._rows), unfinished)
+            # calls have arguments of any type, and a column has one
+            rows = [{**row, "completion": as_text(row["completion"])} for row in self._rows]
+            pq.write_table(pa.Table.from_pylist(rows), unfinished)
             self._rows = []
         os.replace(unfinished, self.file(trainer))
 

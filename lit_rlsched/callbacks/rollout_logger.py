@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.data.messages import as_text
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.settings import check_count
 from lit_rlsched.text import counted, printable
@@ -97,7 +98,8 @@ class CompletionsTable:
 def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return the columns that any of the rows has, and the values of each row."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    readable = [{**row, "prompt": _as_text(row.get("prompt") or "")} for row in rows]
+    chats = ("prompt", "completion")
+    readable = [{**row, **{c: as_text(row[c] or "") for c in chats if c in row}} for row in rows]
     return columns, [[row.get(column) for column in columns] for row in readable]
 
 
@@ -123,7 +125,7 @@ def _row(
     before = {
         "step": round.version,
         "prompt": group.prompt.text,
-        "completion": completion.text,
+        "completion": completion.shown,
     }
     after = {
         "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
@@ -140,12 +142,6 @@ def _row(
         **{f"reward/{n}" if n in taken else n: value for n, value in completion.extra.items()},
     }
     return printable(row)
-
-
-def _as_text(prompt: str | list[dict[str, Any]]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
 
 
 def drop_rows(path: Path, number: int) -> None:

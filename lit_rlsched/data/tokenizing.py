@@ -79,7 +79,23 @@ class PromptTokenizer:
         """Number of threads that may call it at the same time."""
 
     def __call__(self, rows: Sequence[Row]) -> "list[array[int]]":
-        """Return the token ids of each prompt.
+        """Return the token ids of each prompt, without the end that an environment may change.
+
+        Args:
+            rows: See `whole`.
+        """
+        return self.begun(rows, self.whole(rows))
+
+    def begun(self, rows: Sequence[Row], whole: "Sequence[array[int]]") -> "list[array[int]]":
+        """Return the token ids of `whole` without the end that an environment may change."""
+        if self._environments is None:
+            return [*whole]
+        kept = [-_TAIL if self._arguments(row)[1] else None for row in rows]
+        pairs = zip(whole, kept, strict=True)
+        return [ids[:end] or ids[:1] for ids, end in pairs]
+
+    def whole(self, rows: Sequence[Row]) -> "list[array[int]]":
+        """Return the token ids of each prompt, at most to the end of the last message's text.
 
         Args:
             rows: Normalized rows; only `PROMPT_COLUMNS` are read.
@@ -156,8 +172,7 @@ class PromptTokenizer:
         texts = [text.partition(_MARK) for text in template(chats, tokenize=False)]
         if not all(mark for _, mark, _ in texts):
             raise UsageError("the chat template leaves out the end of the last message.")
-        for ids in self._encoded([before for before, _, _ in texts]):
-            yield ids[: max(1, len(ids) - _TAIL)]
+        yield from self._encoded([before for before, _, _ in texts])
 
     def _encoded(
         self, texts: list[str], add_special_tokens: bool = False
@@ -262,7 +277,7 @@ def _next(waiting: deque[Future[pa.RecordBatch]], bar: Any) -> Iterator[pa.Recor
 def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.RecordBatch:
     some = rows.prompts(start, start + BATCH)
     try:
-        ids = tokenize(some)
+        whole = tokenize.whole(some)
     except Exception:
         for number, row in enumerate(some, start):
             try:
@@ -273,8 +288,9 @@ def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.Re
                     f"The prompt is {str(row['prompt'])[:80]!r}."
                 ) from error
         raise
+    hashes = b"".join(blake2b(one, digest_size=8).digest() for one in whole)
+    ids = tokenize.begun(some, whole)
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-    hashes = b"".join(blake2b(one, digest_size=8).digest() for one in ids)
     flat = np.frombuffer(b"".join(ids), np.int32)
     columns = {
         "token_ids": pa.ListArray.from_arrays(ends, flat),

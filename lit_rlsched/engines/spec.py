@@ -65,6 +65,9 @@ class EngineSpec:
     drafting: Drafting | None = None
     """How an engine that `speculates` drafts tokens; `None`: not at all."""
 
+    returns: bool = False
+    """Whether requests that have ended may come back with more tokens, those of tools."""
+
     @property
     def name(self) -> str:
         """Name of the engine in messages."""

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
-from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
+from lit_rlsched.engines.slot_cache import (
+    Parked,
+    SlotCache,
+    check_full_attention,
+    grouped_attention,
+)
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError
@@ -20,6 +25,7 @@ from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 PREFILL_TOKENS = 16_384
 """Maximum tokens of a prefill pass, padding included; one longer prompt still runs alone."""
 INTEGERS = ("token", "position", "seed", "drawn", "limit")
+Key = TypeVar("Key", bytes, int)
 RULES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -30,7 +36,8 @@ class TransformersEngine(SlotEngine):
     `spec.model`. The draw of a token depends on its request's seed and its position in the
     completion: a request that is resumed with the same seed and weights continues as if it had
     never been interrupted. The cache is not paged, and `spec.kv_cache_bytes` is ignored: the caller
-    limits memory by the number of slots.
+    limits memory by the number of slots. With tools there is room for twice as many: a request that
+    comes back with the replies finds its cache, unless too many have left since.
 
     Raises:
         UsageError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
@@ -49,6 +56,8 @@ class TransformersEngine(SlotEngine):
         weights = sizes.parameters * spec.dtype.itemsize if own else 0
         how = sizes.say_weights(spec.dtype) if own else ""
         cache, how_cache = sizes.full_slots(spec), sizes.say_slots(spec)
+        if spec.returns:
+            cache, how_cache = 2 * cache, f"2 x {how_cache}: completions whose tools run"
         return Footprint(weights, cache, own, how, how_cache, like_trainer=True)
 
     def start(self, spec: EngineSpec) -> None:
@@ -68,7 +77,7 @@ class TransformersEngine(SlotEngine):
                 "with `Trainer(accelerator='cpu')`."
             )
         self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
-        self._cache = SlotCache(spec.slots, spec.max_model_len)
+        self._forget_cache()
         self._held: list[_Row] = []  # row i is in slot i, so the first slots are in use
         # one column per slot, with the rows INTEGERS and RULES; `token` is fed next, at `position`
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
@@ -115,8 +124,18 @@ class TransformersEngine(SlotEngine):
             row.logprobs.extend(event.logprobs)
             if self._drafts is not None:
                 self._drafts.take(row.id, event.token_ids)
+        if self._spec.returns:
+            self._park([i for i, event in enumerate(events) if event.finish_reason == "stop"])
         self._free([i for i, event in enumerate(events) if event.finish_reason])
         return events
+
+    def _park(self, ended: list[int]) -> None:
+        """Keep the cache of rows that may come back."""
+        rows = [self._held[i] for i in ended]
+        tokens = [[*row.context, *row.token_ids[:-1]] for row in rows]  # the last was never fed
+        slots = [self._parked.keep(row.id, of) for row, of in zip(rows, tokens, strict=True)]
+        if slots:
+            self._cache.copy(ended, slots, max(map(len, tokens)))
 
     def _draw_next(self) -> list[Event]:
         """Draw the next token of every row."""
@@ -188,6 +207,7 @@ class TransformersEngine(SlotEngine):
     def update_weights(self, named_tensors: Weights, version: int) -> None:
         for row in self._held:
             row.key = b""  # no new request may copy its cache
+        self._parked = Parked(range(self._spec.slots, 2 * self._spec.slots))
         if self._spec.policy is None:
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
@@ -200,7 +220,13 @@ class TransformersEngine(SlotEngine):
     def sleep(self) -> None:
         """Drop the cache, which grows again with the next requests."""
         self._refuse_when_running("sleep")
-        self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        slots = self._spec.slots
+        most = 2 * slots if self._spec.returns else slots
+        self._cache = SlotCache(most, self._spec.max_model_len)
+        self._parked = Parked(range(slots, most))
 
     def close(self) -> None:
         self._held = []
@@ -214,10 +240,17 @@ class TransformersEngine(SlotEngine):
         """
         slots: dict[bytes, list[int]] = {}
         contexts: dict[bytes, list[int]] = {}
+        back: list[tuple[int, int, int, list[int]]] = []
         for slot, row in enumerate(rows, start=len(self._held)):
+            parked, known = self._parked.take(row.id, row.context[:-1])
+            if known:
+                back.append((slot, parked, known, row.context[known:-1]))
+                continue
             slots.setdefault(row.key, []).append(slot)
             contexts[row.key] = row.context[:-1]
         self._prefill_tokens += len(rows)  # the last tokens, which the first decode step feeds
+        if back:
+            self._prefill_rest(back)
         running = {row.key: slot for slot, row in enumerate(self._held) if row.key}
         new = []
         for key, context in contexts.items():
@@ -229,7 +262,8 @@ class TransformersEngine(SlotEngine):
                 self._cached_tokens -= len(context)
                 self._prefill_tokens += len(context)
                 new.append(key)
-        for part in _split(sorted(new, key=len), contexts):
+        lengths = {key: len(contexts[key]) for key in new}
+        for part in _split(sorted(new, key=len), lengths):
             width = len(contexts[part[-1]])
             ids = [contexts[key] + [0] * (width - len(contexts[key])) for key in part]
             self._cache.prefill([slots[key] for key in part], width)
@@ -237,20 +271,51 @@ class TransformersEngine(SlotEngine):
             positions = torch.arange(width, device=self._device)[None]
             self._forward(torch.tensor(ids, device=self._device), positions)
 
-    def _decode(self, token: Tensor, position: Tensor) -> Tensor:
-        """Feed every row's next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`."""
+    def _prefill_rest(self, back: Sequence[tuple[int, int, int, list[int]]]) -> None:
+        """Compute the rest of contexts whose beginning is parked.
+
+        Args:
+            back: Slot of each, the slot where it is parked, how many tokens are there, and the
+                others.
+        """
+        slots, parked, known, _ = map(list, zip(*back, strict=True))
+        self._cache.copy(parked, slots, max(known))
+        self._cached_tokens += sum(known)
+        rest = {slot: (known, more) for slot, _, known, more in back if more}
+        self._prefill_tokens += sum(len(more) for _, more in rest.values())
+        lengths = {slot: len(more) for slot, (_, more) in rest.items()}
+        for part in _split(sorted(rest, key=lengths.__getitem__), lengths):
+            width = lengths[part[-1]]
+            ids = [rest[slot][1] + [0] * (width - lengths[slot]) for slot in part]
+            begin = torch.tensor([rest[slot][0] for slot in part])[:, None]
+            # what is fed beyond a row's tokens is overwritten when its position is drawn
+            positions = (begin + torch.arange(width)).clamp(max=self._spec.max_model_len - 1)
+            self._decode(
+                torch.tensor(ids, device=self._device), positions.to(self._device), slots=part
+            )
+
+    def _decode(self, token: Tensor, position: Tensor, slots: list[int] | None = None) -> Tensor:
+        """Feed next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`.
+
+        Args:
+            token: Tokens of every row.
+            position: Their positions.
+            slots: Slots of the rows, if they are not the first. Logits are then of no use.
+        """
         length = int(position.max()) + 1
-        self._cache.decode(position, length)
+        self._cache.decode(position, length, slots)
         ahead = torch.arange(length, device=self._device) > position[:, None, :, None]
         # additive, as not every attention takes a boolean mask
         mask = torch.zeros_like(ahead, dtype=self._dtype)
         mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
         with grouped_attention(self._config):
-            logits = self._forward(token, position, mask)
+            logits = self._forward(token, position, mask, keep=0 if slots is None else 1)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _forward(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, keep: int = 1
+    ) -> Tensor:
         # no dropout; module by module, as some may be in eval mode; `Module.__setattr__` is slow
         training = [vars(module) for module in self._modules if module.training]
         for attributes in training:
@@ -262,7 +327,7 @@ class TransformersEngine(SlotEngine):
                 attention_mask=mask,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=1 if mask is None else 0,
+                logits_to_keep=keep,
             )
         finally:
             for attributes in training:
@@ -306,11 +371,11 @@ class _Row:
         return len(self.context) + len(self.token_ids)
 
 
-def _split(keys: Sequence[bytes], contexts: dict[bytes, list[int]]) -> Iterator[list[bytes]]:
+def _split(keys: Sequence[Key], lengths: Mapping[Key, int]) -> Iterator[list[Key]]:
     """Split contexts, sorted by length, into prefill passes of at most `PREFILL_TOKENS`."""
-    part: list[bytes] = []
+    part: list[Key] = []
     for key in keys:
-        if part and (len(part) + 1) * len(contexts[key]) > PREFILL_TOKENS:
+        if part and (len(part) + 1) * lengths[key] > PREFILL_TOKENS:
             yield part
             part = []
         part.append(key)

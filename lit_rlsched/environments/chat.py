@@ -41,7 +41,8 @@ class ToolChat:
     ) -> None:
         self._tokenizer = tokenizer
         self._settings = settings or {}
-        self._end_tokens = {*end_tokens, tokenizer.eos_token_id}
+        self._ends = {*end_tokens}
+        self._end_tokens = self._ends | {tokenizer.eos_token_id}
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._name = f"The chat template of `{getattr(tokenizer, 'name_or_path', '')}`"
         self._check_renders_tools()
@@ -73,6 +74,10 @@ class ToolChat:
         end = self._tokenizer.eos_token or ""
         message["content"] = str(message.get("content") or "").removesuffix(end)
         return message, calls
+
+    def ends(self, token: int) -> bool:
+        """Return whether a token ends a turn where it is drawn."""
+        return token in self._ends
 
     def reply(
         self, messages: Sequence[Mapping[str, str]], room: int, row: Mapping[str, Any] = _NO_COLUMNS

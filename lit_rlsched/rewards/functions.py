@@ -16,12 +16,15 @@ from lit_rlsched.rewards.golds import (
 )
 from lit_rlsched.settings import UsageError
 
-Completion = str | list[dict[str, str]]
+Completion = str | list[dict[str, Any]]
 
 
 def text_of(completion: Completion) -> str:
-    """Return the text of a completion that may be chat messages."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """Return the text of a completion, or of its last turn; none if a tool has the last word."""
+    if isinstance(completion, str):
+        return completion
+    last = completion[-1]
+    return str(last["content"]) if last.get("role", "assistant") == "assistant" else ""
 
 
 def extract_answer(completion: Completion) -> str | None:

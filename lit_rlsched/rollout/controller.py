@@ -224,9 +224,10 @@ class RolloutController:
                     self.drops[why] += 1
             elif becomes == "decodes":
                 self._submit_begun([sample])
-            elif becomes == "lost":
-                self.drops["environment_lost"] += sample.completion.drawn
-                sample.completion.restart()
+            elif becomes is not None:
+                if becomes == "diverged":
+                    self.drops["environment_diverged"] += 1
+                    sample.completion.restart()
                 self._submit([sample])
         return self._sorted(over)
 
@@ -448,7 +449,7 @@ class RolloutController:
             for sample in samples:
                 del self._live[sample.id]
         if lengths is not None:
-            lengths.observe(samples)
+            lengths.observe([sample for sample in samples if not sample.completion.dropped])
             if lengths.revises:
                 self._revise(samples)
         for sample in samples:

@@ -152,10 +152,8 @@ class Scorer:
 
     def arguments(self, group: Group, completion: Completion) -> dict[str, Any]:
         """Return what functions are called with, for `rewards.jobs.packed_row`."""
-        answer: Any = completion.text
-        if completion.messages:
-            answer = completion.messages
-        elif not isinstance(group.prompt.text, str):  # a chat
+        answer: Any = completion.shown
+        if answer is completion.text and not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
         return {
             "prompt": group.prompt.text,

@@ -1,17 +1,20 @@
 """Turns of completions that call tools: they leave their slot, and come back with a reply."""
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from lit_rlsched.environments.chat import ToolChat
+from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
-Next = Literal["decodes", "over", "lost"]
-"""What becomes of a completion: it goes on, it is finished, or it has to begin again."""
+Next = Literal["decodes", "over", "lost", "diverged"]
+"""What becomes of a completion: it goes on, it is finished, its session has to be opened again, or
+it has to begin anew."""
 
 
 class Turns:
@@ -49,9 +52,12 @@ class Turns:
         self._reasons: dict[str, FinishReason | None] = {}
         """Why completions have ended that wait for their rewards."""
         self._lost: set[str] = set()
-        """Ids of completions that decode, and begin again after their turn."""
+        """Ids of completions that decode, and whose session is opened again after their turn."""
+        self._repeats: dict[str, _Repeat] = {}
+        """Completions whose calls are made again, by id."""
         self.counts: Counter[str] = Counter()
         """Completions begun, tools called and failed calls of the round."""
+        self._warned = False
         self._waited = 0.0
         """Seconds for which slots were free while as many completions waited, of all slots."""
         self._noted = time.perf_counter()
@@ -65,7 +71,15 @@ class Turns:
         return self._environments.of(sample.group.prompt.columns)
 
     def begin(self, sample: Sample) -> None:
-        """Open a session for a completion that is to begin."""
+        """Open a session for a completion that is to begin, or to go on.
+
+        The tokens of one that goes on tell what its environment was called with: it is called again
+        and must answer the same. If it does not, the completion begins anew.
+        """
+        completion = sample.completion
+        completion.messages, completion.finish_reason = [], None
+        if completion.token_ids:
+            self._repeats[sample.id] = _Repeat(turns_of(completion))
         environment, prompt = self._of(sample), sample.group.prompt
         columns: dict[str, Any] = {"prompt": prompt.text, **prompt.columns}
         if self._environments.several:
@@ -96,11 +110,7 @@ class Turns:
             self._lost.remove(sample.id)
             return "lost"
         completion = sample.completion
-        start = start_of_turn(completion)
-        before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
-        turn = completion.token_ids[start:]
-        message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
-        completion.messages.append(message)
+        calls = self._calls(sample, start_of_turn(completion), len(completion.token_ids))
         turns = sum(message["role"] == "assistant" for message in completion.messages)
         if calls and completion.finish_reason == "stop" and turns <= (self._most or turns):
             self.counts["calls"] += len(calls)
@@ -109,6 +119,51 @@ class Turns:
             self._scheduler.call(sample.id, calls)
             return None
         return self._end(sample)
+
+    def _calls(self, sample: Sample, start: int, end: int) -> list[Call]:
+        """Append the message of a turn, given by its first token and its end; return its calls."""
+        completion = sample.completion
+        before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
+        turn = completion.token_ids[start:end]
+        message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
+        completion.messages.append(message)
+        return calls
+
+    def _repeat(self, sample: Sample) -> Next | None:
+        """Make the next calls of a completion again; once all are made, let it go on."""
+        repeat, completion = self._repeats[sample.id], sample.completion
+        whole = len(completion.token_ids)
+        if repeat.turns:
+            start, repeat.at = repeat.turns.pop(0)
+            if repeat.at < whole:
+                self._waiting.add(sample.id)
+                self._scheduler.call(sample.id, self._calls(sample, start, repeat.at))
+                return None
+        del self._repeats[sample.id]
+        replied = start_of_turn(completion) == whole
+        ended = not replied and self._chat.ends(completion.token_ids[-1])
+        if not ended and whole < sample.group.sampling.max_completion_length:
+            return "decodes"
+        completion.finish_reason = "stop" if ended else "length"
+        return self._end(sample) if replied else self.ended(sample)
+
+    def _same(self, sample: Sample, ids: Sequence[int]) -> Next | None:
+        """Go on with a repeat if an environment has answered what it had answered before."""
+        repeat, completion = self._repeats[sample.id], sample.completion
+        end = repeat.turns[0][0] if repeat.turns else len(completion.token_ids)
+        if [*completion.token_ids[repeat.at : end]] == [*ids]:
+            return self._repeat(sample)
+        self.leave(sample)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "An environment was opened again and its calls were made again, and it has "
+                f"answered otherwise (`{sample.group.prompt.uid}`): its completion begins anew. "
+                "Completions that outlive a round or a worker need environments whose answers "
+                "depend on `reset`'s arguments and the calls alone.",
+                stacklevel=2,
+            )
+        return "diverged"
 
     def _end(self, sample: Sample) -> Next | None:
         """Ask for the rewards of a completion that is over, or end its session."""
@@ -141,10 +196,10 @@ class Turns:
     def _take(self, sample: Sample, answer: Answer) -> Next | None:
         """Use an answer; None if there is another one to wait for."""
         if answer.what == "lost":
-            del self._open[sample.id]
+            self.leave(sample)
             return "lost"
         if answer.failure is not None:
-            del self._open[sample.id]
+            self.leave(sample)
             return self._drop(sample, *answer.failure.split(":", 1))
         if answer.what == "open":
             return self._begun(sample, answer.result)
@@ -154,11 +209,12 @@ class Turns:
         self.leave(sample)
         return "over"
 
-    def _begun(self, sample: Sample, observation: str | None) -> Next:
+    def _begun(self, sample: Sample, observation: str | None) -> Next | None:
         """Append the end of the prompt, with what `reset` has returned."""
         environment, prompt = self._of(sample), sample.group.prompt
-        if environment.factory is None:
-            return "decodes"  # the prompt is whole
+        repeats = sample.id in self._repeats
+        if environment.factory is None:  # the prompt is whole
+            return self._repeat(sample) if repeats else "decodes"
         assert not isinstance(prompt.text, str), "checked at the start"
         schemas = environment.schemas
         ids = self._chat.opening(prompt.text, observation, schemas, prompt.columns)
@@ -167,20 +223,26 @@ class Turns:
         if begun != prompt.token_ids or not fits:
             self.leave(sample)
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
+        if repeats:
+            return self._same(sample, more)
         sample.completion.take_reply(more)
         return "decodes"
 
     def _replied(self, sample: Sample, replies: Sequence[tuple[str, str, bool]]) -> Next | None:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
-        completion = sample.completion
-        self.counts["failures"] += sum(failed for _, _, failed in replies)
+        completion, repeats = sample.completion, sample.id in self._repeats
+        self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
         messages = [{"role": "tool", "name": n, "content": content} for n, content, _ in replies]
-        room = sample.group.sampling.max_completion_length - len(completion.token_ids)
+        have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
+        room = sample.group.sampling.max_completion_length - have
         try:
             ids = self._chat.reply(messages, room, sample.group.prompt.columns)
         except Exception as error:  # what a template raises has many types
             self.leave(sample)
             return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
+        if repeats:
+            completion.messages += messages
+            return self._same(sample, ids or ())
         if ids is None:
             completion.finish_reason = "stop"
             return self._end(sample)
@@ -201,13 +263,14 @@ class Turns:
         """End the session of a completion, whatever it waits for."""
         self._lost.discard(sample.id)
         self._reasons.pop(sample.id, None)
+        self._repeats.pop(sample.id, None)
         if self._open.pop(sample.id, None) is not None:
             self._waiting.discard(sample.id)
             self._scheduler.close(sample.id)
 
     def end_round(self) -> None:
         """End all sessions."""
-        for of_ids in (self._open, self._waiting, self._reasons, self._lost):
+        for of_ids in (self._open, self._waiting, self._reasons, self._lost, self._repeats):
             of_ids.clear()
         self._scheduler.end_round()
 
@@ -237,6 +300,28 @@ class Turns:
     def wait(self, seconds: float) -> None:
         """Wait until an environment has answered, for this time at most."""
         self._scheduler.wait(seconds)
+
+
+@dataclass(slots=True)
+class _Repeat:
+    """How far the calls of a completion have been made again."""
+
+    turns: list[tuple[int, int]]
+    """Turns to come."""
+    at: int = 0
+    """Tokens before the reply that comes next."""
+
+
+def turns_of(completion: Completion) -> list[tuple[int, int]]:
+    """Return the first token and the end of each turn that policies have drawn."""
+    turns, start, at = [], 0, 0
+    for author, tokens in completion.segments:
+        at += tokens
+        if author == ENVIRONMENT:
+            if at - tokens > start:
+                turns.append((start, at - tokens))
+            start = at
+    return [*turns, (start, at)] if at > start else turns
 
 
 def start_of_turn(completion: Completion) -> int:

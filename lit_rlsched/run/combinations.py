@@ -104,12 +104,11 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
 
 
 def _with_tools(schedule: Schedule, facts: RunFacts) -> Found:
-    """The first setting that keeps unfinished completions, or predicts their lengths."""
-    names = ("LengthPrediction", "DrainFilling", "AheadRollout", "InFlightUpdates")
+    """The first setting that makes or keeps drafts, or changes weights within a turn."""
+    names = ("DrainFilling", "AheadRollout", "InFlightUpdates")
     given = [f"`{name}`" for name in names if name in facts.callbacks]
-    rule = schedule.rule
-    if rule.max_staleness != 0 or rule.keeps_drafts or rule.verifies_from is not None:
-        given.append("a rule that keeps tokens of unfinished completions")
+    if schedule.rule.keeps_drafts or schedule.rule.verifies_from is not None:
+        given.append("a rule that verifies drafts")
     return when(facts.settings.tools and given, who=given[0] if given else "")
 
 
@@ -129,8 +128,7 @@ COMBINATIONS: Sequence[Combination] = [
     Combination(
         "Tools",
         "{who}",
-        "not yet: sessions of environments do not outlive a round, and lengths of turns are not "
-        "predicted. Leave {who} out.",
+        "not yet: drafts have no turns, and weights do not change within one. Leave {who} out.",
         _with_tools,
     ),
     both("InFlightUpdates", "SortedBatching", ROUND_ENDS),

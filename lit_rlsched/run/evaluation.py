@@ -141,7 +141,7 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
             row = {
                 "uid": group.prompt.uid,
                 "prompt": group.prompt.text,
-                "completion": completion.text,
+                "completion": completion.shown,
                 "temperature": group.sampling.temperature,
                 "completion_length": completion.drawn,
                 "finish_reason": completion.finish_reason,

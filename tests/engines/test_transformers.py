@@ -253,3 +253,63 @@ def test_sliding_windows_are_refused() -> None:
         start(MistralForCausalLM(config))
     config.sliding_window = None
     start(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize("slots", [2, 5, 20])
+def test_requests_that_come_back_find_their_cache(tiny_policy, slots, monkeypatch):
+    """In turns that others interrupt, with replies between them: as if all were computed anew."""
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 40)
+    rest = {
+        f"r{i}": [[7 + (i + k) % 40] * (1 + (3 * i + k) % 9) for k in range(3)]
+        for i in (*range(12),)
+    }
+
+    def turns(returns):
+        engine = TransformersEngine()
+        spec = EngineSpec(
+            "", slots, 192, tuple(range(30)), policy=tiny_policy.double(), returns=returns
+        )
+        engine.start(spec)
+        waiting = [replace(request, sampling=Sampling(60)) for request in jobs(12)]
+        of, drawn = {request.id: request for request in waiting}, {r.id: [] for r in waiting}
+        replies = {name: [*more] for name, more in rest.items()}
+        running = 0
+        while waiting or running:
+            engine.submit(waiting[: slots - running])
+            del waiting[: slots - running]
+            running = engine.stats().running
+            for event in engine.step():
+                drawn[event.request_id] += [*zip(event.token_ids, event.logprobs, strict=True)]
+                if event.finish_reason == "stop" and replies[event.request_id]:
+                    reply = replies[event.request_id].pop()
+                    drawn[event.request_id] += [(token, 0.0) for token in reply]
+                    prefix = [token for token, _ in drawn[event.request_id]]
+                    if len(prefix) < 50:  # before or behind others
+                        at = len(waiting) // 2 if len(prefix) % 2 else 0
+                        waiting.insert(at, replace(of[event.request_id], prefix_ids=prefix))
+            running = engine.stats().running
+        tokens = {name: [token for token, _ in pairs] for name, pairs in drawn.items()}
+        logprobs = {name: [logprob for _, logprob in pairs] for name, pairs in drawn.items()}
+        return {name: (tokens[name], logprobs[name]) for name in tokens}, engine.stats()
+
+    anew, without = turns(False)
+    assert sum(len(tokens) for tokens, _ in anew.values()) > 200
+    kept, with_cache = turns(True)
+    assert_same(anew, kept)
+    assert with_cache.prefill_tokens < 0.7 * without.prefill_tokens
+    total = with_cache.prefill_tokens + with_cache.cached_tokens
+    assert total == without.prefill_tokens + without.cached_tokens
+
+
+def test_a_cache_of_older_weights_is_not_found(tiny_policy):
+    engine = TransformersEngine()
+    engine.start(EngineSpec("", 2, 64, tuple(range(60)), policy=tiny_policy.double(), returns=True))
+    request = Request("r", [40, 41, 42], 5, Sampling(30))
+    engine.submit([request])
+    token_ids = []
+    while not token_ids or engine.stats().running:
+        token_ids += engine.step()[0].token_ids
+    before = engine.stats().prefill_tokens
+    engine.update_weights([], 1)
+    engine.submit([replace(request, prefix_ids=[*token_ids, 9])])
+    assert engine.stats().prefill_tokens - before == 3 + len(token_ids) + 1

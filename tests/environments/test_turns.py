@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import time
+from itertools import groupby
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from worlds import Troubled, look, notes, with_tools
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
     DownSampling,
+    DrainFilling,
     LengthPrediction,
     MicroGroupSampling,
     RolloutCallback,
@@ -307,10 +310,10 @@ def one(completions, **columns):
 
 
 def test_what_does_not_work_with_tools_yet_is_refused(run):
-    with pytest.raises(UsageError, match="Tools with `LengthPrediction`: not yet"):
-        run(LengthPrediction(), MicroGroupSampling(slots=2), tools=[look], rewards=[one])
-    with pytest.raises(UsageError, match="Tools with a rule that keeps tokens"):
-        run(SortedBatching(mode="partial"), tools=[look], rewards=[one])
+    with pytest.raises(UsageError, match="Tools with `DrainFilling`: not yet"):
+        run(DrainFilling(), MicroGroupSampling(slots=2), tools=[look], rewards=[one])
+    with pytest.raises(UsageError, match="Tools with a rule that verifies drafts"):
+        run(SortedBatching(mode="verified"), tools=[look], rewards=[one])
     rows = [{"prompt": "1+2="}] * 2
     with pytest.raises(UsageError, match="A prompt is a string, and tools are called in chats"):
         run(rows=rows, tools=[look], rewards=[one], prompts_per_round=1)
@@ -363,3 +366,86 @@ def test_several_environments_in_one_run(run):
     for group in rounds[0].groups:
         own = group.prompt.columns["environment"] == "a"
         assert all((c.scores[1] is not None) == own for c in group.completions)
+
+
+def test_longest_first_draws_the_same(run):
+    module, rounds = run(environment_factory=notes(), max_epochs=3)
+    first, *others = [
+        run(
+            MicroGroupSampling(slots=3, order="longest_first"),
+            LengthPrediction(),
+            environment_factory=notes(delay),
+            max_epochs=3,
+        )
+        for delay in (None, DELAYS["by chance"])
+    ]
+    for other, ordered in (first, *others):
+        assert drawn(ordered) == drawn(rounds)
+        assert_same(weights(other), weights(module))
+    assert "length_prediction/mae" in ordered[-1].metrics
+
+
+def turns_in(completion):
+    """Turns and replies of a completion by its tokens."""
+    return [
+        "tool" if is_reply else "assistant"
+        for is_reply, _ in groupby(author == ENVIRONMENT for author, _ in completion.segments)
+    ]
+
+
+@pytest.mark.parametrize("given", ["tools", "environment"])
+def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(run, given):
+    """Its calls are made again, so that each reply has the number of calls before it."""
+    given = {"environment_factory": notes()} if given == "environment" else {"tools": [look]}
+    sorted_rounds = SortedBatching(mode="partial", pool_rounds=2)
+    _, rounds = run(
+        sorted_rounds, MicroGroupSampling(slots=5), max_epochs=8, rewards=[one], **given
+    )
+    completions = [c for round in rounds for c in round.completions]
+    outlived = 0
+    for c in completions:
+        replies = [m["content"] for m in c.messages if m["role"] == "tool"]
+        if "environment_factory" in given:
+            assert [reply[: len(str(k))] for k, reply in enumerate(replies, 1)] == [
+                str(k) for k in range(1, len(replies) + 1)
+            ]
+        roles = turns_in(c)[1:] if "environment_factory" in given else turns_in(c)
+        assert [m["role"] for m in c.messages] == roles
+        outlived += len(replies) > 1 and len({a for a, _ in c.segments if a != ENVIRONMENT}) > 1
+    assert outlived > 3
+    assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
+
+
+def test_a_completion_begins_anew_if_its_environment_answers_otherwise(run):
+    def forgets(key, seed):
+        return 0.0
+
+    made = notes(forgets)
+
+    class Moody(made):
+        def look(self, key: str) -> str:
+            """Look something up.
+
+            Args:
+                key: What to look up.
+            """
+            return str(time.monotonic_ns() % 1000)
+
+    sorted_rounds = SortedBatching(mode="partial", pool_rounds=2)
+    with pytest.warns(UserWarning, match="has answered otherwise"):
+        _, rounds = run(
+            sorted_rounds, MicroGroupSampling(slots=5), environment_factory=Moody, max_epochs=8
+        )
+    assert sum(len(round.completions) for round in rounds) == 128
+    assert rounds[-1].metrics["dropped/environment_diverged"] > 0
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+def test_a_returning_completion_is_not_prefilled_again(run, slots):
+    _, rounds = run(MicroGroupSampling(slots=slots), environment_factory=notes())
+    for round in rounds:
+        replies = sum(n for c in round.completions for a, n in c.segments if a == ENVIRONMENT)
+        prompts = sum(len(g.prompt.token_ids) * len(g.completions) for g in round.groups)
+        turns = sum(m["role"] == "assistant" for c in round.completions for m in c.messages)
+        assert turns > 1.5 * len(round.completions)
+        assert round.metrics["rollout/prefill_tokens"] <= 1.3 * (prompts + replies)

@@ -1,0 +1,1 @@
+"""Rollouts whose tools take time: `python -m benchmarks run environments`."""

@@ -1,0 +1,62 @@
+"""Seconds of rounds whose tools take time: free slots, held slots, turns in lockstep, and TRL.
+
+    python -m benchmarks run environments
+
+The task is that of the tools tutorial, with calls that sleep: seconds from a log-normal
+distribution, the same in each row. 128 completions share 32 slots of vLLM; TRL decodes all of them
+at once. Held slots and lockstep are this package with one rule changed.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.common import run_module
+from benchmarks.environments import ours, theirs
+
+FIGURES = (
+    "seconds",
+    "rollout",
+    "tokens",
+    "call_frequency",
+    "decode_steps",
+    "bubble_ratio",
+    "wait_ratio",
+    "prefill_tokens",
+    "new_tokens",
+)
+
+
+def measure(case: str, median: float) -> dict[str, float]:
+    """Run a row in a new process and return its figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        module = "ours" if case in ours.CASES else "theirs"
+        run_module(f"environments.{module}", case, str(median), str(out), name=case)
+        figures: dict[str, float] = json.loads(out.read_text())
+        return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all rows and print the table."""
+    parser = results.parser("environments", __doc__)
+    parser.add_argument(
+        "--medians", type=float, nargs="+", default=[0.02, 0.05, 0.1], help="seconds of a call"
+    )
+    results.add_cases(parser, [*ours.CASES, *theirs.CASES])
+    options = results.parse(parser, arguments)
+    print(f"| calls, ms | | {' | '.join(FIGURES)} |\n{'|---' * (len(FIGURES) + 2)}|")
+    for median in options.medians:
+        for case in options.cases:
+            print(f"{case}, {median} s ...", file=sys.stderr, flush=True)
+            figures = measure(case, median)
+            results.add(f"{case}, {median} s", figures)
+            cells = [f"{figures[n]:.5g}" if n in figures else "" for n in FIGURES]
+            print(f"| {1000 * median:g} | {case} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

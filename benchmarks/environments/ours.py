@@ -1,0 +1,155 @@
+"""One row of our side, in a process of its own: its name, the seconds of a call and a file."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer, seed_everything
+
+from benchmarks.environments.slow import (
+    GENERATIONS,
+    LIMIT,
+    MODEL,
+    PROMPTS,
+    SLOTS,
+    environment,
+    rows,
+)
+from benchmarks.ours import make_trainer
+from benchmarks.papers.child import Clock
+from examples.lookup.lookup import right
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.turns import Turns
+from lit_rlsched.training.round import Round
+from lit_rlsched.types import ENVIRONMENT, Sample
+
+ROUNDS = 4
+"""The first is not measured."""
+NAMES = (
+    "rollout/decode_steps",
+    "rollout/tokens",
+    "rollout/bubble_ratio",
+    "rollout/prefill_tokens",
+    "time/rollout",
+    "tools/call_frequency",
+    "tools/wait_ratio",
+)
+
+
+class Measure(Clock):
+    """Seconds and counts of each round."""
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Keep what was drawn."""
+        self._drawn = {n.split("/")[-1]: round.metrics[n] for n in NAMES}
+        replies = sum(
+            n for c in round.completions for author, n in c.segments if author == ENVIRONMENT
+        )
+        prompts = sum(len(group.prompt.token_ids) for group in round.groups)
+        self._drawn |= {"new_tokens": prompts + replies, "reward": round.metrics["reward"]}
+
+
+def calling(turns: Turns) -> int:
+    """Return the number of completions whose tools run."""
+    sessions = turns._scheduler._sessions.values()
+    return sum(session.waits_for == "call" for session in sessions)
+
+
+def hold_slots() -> None:
+    """Let a completion keep its slot while its tools run."""
+    answered = RolloutController._answered
+
+    def held(self: RolloutController, turns: Turns) -> list[Sample]:
+        over = answered(self, turns)
+        self.worker.admission.slots = self.worker.slots - calling(turns)
+        return over
+
+    RolloutController._answered = held  # type: ignore[method-assign]
+
+
+def in_lockstep() -> None:
+    """Answer no call before all completions wait for one; calls of a turn run side by side."""
+    poll, wait, run = (
+        EnvironmentScheduler.poll,
+        EnvironmentScheduler.wait,
+        RolloutController._answered,
+    )
+    came: list[Answer] = []
+    decodes = [False]
+
+    def answered(self: RolloutController, turns: Turns) -> list[Sample]:
+        decodes[0] = bool(self._live)
+        return run(self, turns)
+
+    def waits(self: EnvironmentScheduler) -> bool:
+        return any(session.waits_for is not None for session in self._sessions.values())
+
+    def poll_all(self: EnvironmentScheduler) -> list[Answer]:
+        came.extend(poll(self))
+        if decodes[0] or waits(self):
+            return []
+        answers = [*came]
+        came.clear()
+        return answers
+
+    def wait_for_one(self: EnvironmentScheduler, seconds: float) -> None:
+        if waits(self):
+            wait(self, seconds)
+
+    EnvironmentScheduler.poll = poll_all  # type: ignore[method-assign]
+    EnvironmentScheduler.wait = wait_for_one  # type: ignore[method-assign]
+    RolloutController._answered = answered  # type: ignore[method-assign]
+
+
+CASES = {
+    "a slot is free while tools run": lambda: None,
+    "a slot is held while tools run": hold_slots,
+    "in lockstep, tools side by side": in_lockstep,
+}
+
+
+def run(case: str, median: float) -> dict[str, Any]:
+    """Train some rounds and return the means over those that are measured."""
+    keep_heap()
+    torch.set_num_threads(1)
+    seed_everything(0, verbose=False)
+    CASES[case]()
+    clock = Measure()
+    data = RolloutDataModule(
+        rows(ROUNDS),
+        [right],
+        engine=VLLMEngine(),
+        environment_factory=environment(median),
+        prompts_per_round=PROMPTS,
+        num_generations=GENERATIONS,
+        max_completion_length=LIMIT,
+        shuffle=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            Path(folder),
+            max_epochs=ROUNDS,
+            limit_val_batches=0,
+            callbacks=[MicroGroupSampling(slots=SLOTS), clock],
+        )
+        trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
+    measured = clock.rounds[1:]
+    return {name: fmean(each[name] for each in measured) for name in measured[0]}
+
+
+def main() -> None:
+    case, median, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(case, float(median))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Make the model of the tools tutorial: a tokenizer, a chat template with tools and a warm start.
+
+    python -m examples.lookup.warm_start --out examples/lookup/model
+
+The model imitates a teacher that knows how calls are written, and asks for the right key half of
+the time. It takes about a minute on one CPU thread.
+"""
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from examples.countdown.warm_start import train
+from examples.lookup.lookup import LETTERS, Registry, row_of
+from lit_rlsched.cli.malloc import keep_heap
+
+PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message.get('tool_calls') or [] %}"
+    "{{ call['function']['name'] }}("
+    "{% for key, value in call['function']['arguments'].items() %}"
+    "{{ ',' if not loop.first }}{{ key }}={{ value }}{% endfor %})"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>[a-z_]+)\(",
+            "close_pattern": r"\)",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"(?P<key>[a-z_]+)=(?P<value>[^,)]*)",
+                "value_parser": {"name": "text"},
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close_pattern": r"<\|end\|>", "content": "text"},
+    },
+}
+"""How calls are read from a turn: `get(key=c)`. See Transformers' page on response parsing."""
+CONTEXT = 256
+MOST_TURNS = 12
+RIGHT = 0.5
+"""Probability that the teacher does what leads on."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and of the words `get(key=` and `none`."""
+    special = [PAD, END, USER, ASSISTANT, TOOL]
+    words = [*special, "get(key=", "none", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("get(key=", "none")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=special[2:],
+        chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
+        model_max_length=CONTEXT,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return a model of 0.2 M parameters with random weights."""
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen3Config(
+        vocab_size=math.ceil(len(tokenizer) / 32) * 32,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # vLLM's CPU attention takes 32 or more
+        intermediate_size=192,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **special,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, **special)
+    return model
+
+
+def demonstration(rng: random.Random) -> list[dict]:
+    """Return the chat of one chain, with calls of which half lead on."""
+    row = row_of(rng.randrange(5000))
+    registry, told = Registry(), row["chain"][0]
+    registry.reset(**row)
+    chat = [*row["prompt"]]
+    while len(chat) < 2 * MOST_TURNS:
+        on = rng.random() < RIGHT
+        if told.isdigit() and (on or rng.random() < RIGHT):
+            answer = told if on else str(rng.randint(10, 99))
+            return [*chat, {"role": "assistant", "content": answer}]
+        key = told if on else rng.choice(LETTERS)
+        function = {"name": "get", "arguments": {"key": key}}
+        call = {"type": "function", "function": function}
+        chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        reply = registry.get(key)
+        told = told if reply == "none" else reply
+        chat.append({"role": "tool", "name": "get", "content": reply})
+    return chat[:-1]
+
+
+class Demonstrations:
+    """Endless batches of tokenized demonstrations.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        seed: Seed of the chains and of the teacher.
+        batch: Chats of a batch.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, batch: int = 64) -> None:
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+        self.batch = batch
+        self.begin = tokenizer.convert_tokens_to_ids(ASSISTANT)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield token ids `[B, T]` and labels `[B, T]`, -100 on all but the assistant's turns."""
+        while True:
+            chats = [demonstration(self.rng) for _ in range(self.batch)]
+            rows = self.tokenizer.apply_chat_template(chats, return_dict=False)
+            length = max(map(len, rows))
+            tokens = torch.full((len(rows), length), self.tokenizer.pad_token_id)
+            labels = torch.full((len(rows), length), -100)
+            for i, ids in enumerate(rows):
+                tokens[i, : len(ids)] = torch.tensor(ids)
+                labels[i, : len(ids)] = torch.tensor(self._labels(ids))
+            yield tokens, labels
+
+    def _labels(self, ids: list[int]) -> list[int]:
+        drawn, labels = False, []
+        for token in ids:
+            labels.append(token if drawn else -100)
+            drawn = token == self.begin or (drawn and token != self.tokenizer.eos_token_id)
+        return labels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="Folder for the model and its tokenizer.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed (default: 0).")
+    parser.add_argument("--steps", type=int, default=400, help="Training steps (default: 400).")
+    args = parser.parse_args()
+
+    keep_heap()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
+    train(model, Demonstrations(tokenizer, args.seed), args.steps)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()
