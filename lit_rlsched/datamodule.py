@@ -66,6 +66,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         tool_timeout: Maximum number of seconds for the calls of a turn. A completion whose tool
             takes longer is dropped.
         max_sessions: Maximum number of objects of environments that are in use at once.
+        tool_steps: Let a completion go on this many decode steps after its call, however long its
+            tools take: the engine waits for those that are later. Rounds that end early then train
+            on the same completions in each run. By default it goes on as soon as it can.
         tokenizer: Folder or hub name; by default the policy's tokenizer.
         chat_template_kwargs: Additional arguments for the chat template, such as
             `{"enable_thinking": False}`. A last message of the assistant is continued; with
@@ -130,6 +133,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         environment_workers: int = 1,
         tool_timeout: float = 60.0,
         max_sessions: int | None = None,
+        tool_steps: int | None = None,
         tokenizer: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         skip_special_tokens: bool = True,
@@ -170,6 +174,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
                 environment_workers,
                 tool_timeout,
                 max_sessions,
+                tool_steps,
             )
         own = called.environments.rewards if called else []
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]

@@ -2,6 +2,8 @@
 
 import difflib
 import inspect
+import json
+import random
 import re
 import shlex
 from pathlib import Path
@@ -13,14 +15,18 @@ import yaml
 from lightning import Trainer
 from seen_rounds import Rounds
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from examples import drop_in, grpo_loop
+from examples.lookup.lookup import LETTERS, Lookup, Registry, right
+from examples.lookup.warm_start import demonstration, make_tokenizer
 from examples.own_callback import PatternShare
 from examples.own_engine import PlainEngine
 from examples.own_predictor import MeanOfSize, PrintCalibration
 from examples.own_task import MakeTen, can_make_ten, makes_ten
 from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling
 from lit_rlsched.cli.main import main
+from lit_rlsched.environments.chat import ToolChat
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "examples/README.md").read_text()
@@ -149,6 +155,60 @@ def test_the_own_task_trains(tmp_path, capsys):
     small += f" trainer.default_root_dir={tmp_path}/run"
     main(["fit", "-c", "examples/own_task.yaml", *(f"--{option}" for option in small.split())])
     assert "1 round, 32 completions" in capsys.readouterr().out
+
+
+def test_lookup_cannot_be_solved_without_its_tool():
+    train, heldout = (Lookup(split).rows() for split in ("train", "heldout"))
+    chains = [tuple(row["chain"]) for row in train]
+    prompts = [row["prompt"][0]["content"] for row in train]
+    assert len({row["prompt"][0]["content"] for row in heldout}.union(prompts)) == 4000
+    assert {*map(len, chains)} == {1, 2, 3, 4}
+    assert {prompt[-1] for prompt in prompts} == {chain[0] for chain in chains} == {*LETTERS}
+    row, registry = next(row for row in train if len(row["chain"]) == 4), Registry()
+    registry.reset(**row)
+    assert [registry.get(key) for key in row["chain"]] == [*row["chain"][1:], row["answer"]]
+    assert registry.get("9") == "none"
+    told = {"role": "tool", "content": row["answer"]}
+    said = {"role": "assistant", "content": row["answer"]}
+    assert right([[told, said], [said, told, {**said, "content": "x"}]], [row["answer"]] * 2) == [
+        1.0,
+        0.0,
+    ]
+
+
+def test_the_model_of_lookup_is_that_of_its_script():
+    """And its template has tools, which are read as they are written."""
+    made, kept = make_tokenizer(), AutoTokenizer.from_pretrained("examples/lookup/model")
+    rng = random.Random(0)
+    for _ in range(20):
+        chat = demonstration(rng)
+        ids = kept.apply_chat_template(chat, return_dict=False)
+        assert ids == made.apply_chat_template(chat, return_dict=False)
+        tools = ToolChat(kept, None, [kept.eos_token_id])
+        for i, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            before, upto = (
+                kept.apply_chat_template(chat[:n], return_dict=False, add_generation_prompt=n == i)
+                for n in (i, i + 1)
+            )
+            parsed, calls = tools.calls(before, upto[len(before) :], ())
+            wanted = [call["function"] for call in message.get("tool_calls", ())]
+            assert [call._asdict() for call in calls] == wanted
+            assert parsed["content"] == message["content"]
+
+
+@pytest.mark.slow
+def test_lookup_is_learned(tmp_path, capsys):
+    """Greedily, on chains that it has not seen: nothing before, nearly all after 40 rounds."""
+    small = f"data.engine=TransformersEngine trainer.default_root_dir={tmp_path}/run"
+    main(["fit", "-c", "configs/lookup.yaml", *(f"--{option}" for option in small.split())])
+    said = capsys.readouterr().out
+    before, after = map(float, re.findall(r"accuracy ([0-9.]+) -> ([0-9.]+) of", said)[0])
+    assert before < 0.3 and after >= 0.95
+    rows = Path(tmp_path, "run/completions.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in rows]
+    assert {m["role"] for m in rows[-1]["completion"]} == {"assistant", "tool"}
 
 
 @pytest.mark.logs("completions/pattern_share")

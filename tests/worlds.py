@@ -5,6 +5,11 @@ import re
 import time
 from pathlib import Path
 
+CHATS = [
+    {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+    for a in range(4)
+    for b in range(4)
+]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
     "{% for c in m.get('tool_calls') or [] %}"
@@ -84,6 +89,10 @@ def notes(delay=None, owns_reward=True):
                 return float(len(self.keys) % 3)
 
     return Notes
+
+
+class Numbered(notes()):
+    """A class with an import path."""
 
 
 class Troubled:

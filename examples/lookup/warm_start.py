@@ -2,8 +2,10 @@
 
     python -m examples.lookup.warm_start --out examples/lookup/model
 
-The model imitates a teacher that knows how calls are written, and asks for the right key half of
-the time. It takes about a minute on one CPU thread.
+The model imitates a teacher that knows how calls are written, but not what they are for: it asks
+for the first key again and again, for any key, and now and then for the one that it was told. The
+most likely turn is wrong, so that greedy decoding gets nowhere. This takes two minutes on one CPU
+thread.
 """
 
 import argparse
@@ -59,8 +61,8 @@ RESPONSE_TEMPLATE = {
 """How calls are read from a turn: `get(key=c)`. See Transformers' page on response parsing."""
 CONTEXT = 256
 MOST_TURNS = 12
-RIGHT = 0.5
-"""Probability that the teacher does what leads on."""
+RIGHT, FIRST, GUESS = 0.25, 0.3, 0.1
+"""Probabilities that the teacher does what leads on, asks for the first key, guesses the answer."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -107,17 +109,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def demonstration(rng: random.Random) -> list[dict]:
-    """Return the chat of one chain, with calls of which half lead on."""
+    """Return the chat of one chain."""
     row = row_of(rng.randrange(5000))
     registry, told = Registry(), row["chain"][0]
     registry.reset(**row)
     chat = [*row["prompt"]]
     while len(chat) < 2 * MOST_TURNS:
-        on = rng.random() < RIGHT
-        if told.isdigit() and (on or rng.random() < RIGHT):
-            answer = told if on else str(rng.randint(10, 99))
+        chance = rng.random()
+        if told.isdigit() and chance < RIGHT + GUESS:
+            answer = told if chance < RIGHT else str(rng.randint(10, 99))
             return [*chat, {"role": "assistant", "content": answer}]
-        key = told if on else rng.choice(LETTERS)
+        first = row["chain"][0] if chance < RIGHT + FIRST else rng.choice(LETTERS)
+        key = told if chance < RIGHT else first
         function = {"name": "get", "arguments": {"key": key}}
         call = {"type": "function", "function": function}
         chat.append({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -138,7 +138,7 @@ class RolloutController:
                 by part, and each verified part decodes while the next is verified.
         """
         if self.turns is not None:
-            self.turns.begin_round()
+            self.turns.begin_round(self.worker.trace.decode_steps)
         self._salt, self._rule = salt, rule
         self._seed_version = 0 if same_noise else version
         self._patience = rule.patience or 0.0
@@ -207,9 +207,10 @@ class RolloutController:
     def _answered(self, turns: Turns) -> list[Sample]:
         """Let completions go on that environments have answered; return those that are over."""
         turns.note_free(self.worker.slots - len(self._live))
-        if not self._live:
+        while turns.must_wait(self.worker.trace.decode_steps, not self._live):
+            self._heed()
             turns.wait(HEED_SECONDS)
-            turns.note_free(self.worker.slots)
+            turns.note_free(self.worker.slots - len(self._live))
         over = self._go_on_as(turns.poll())
         self._finish(over)
         return over
@@ -241,7 +242,7 @@ class RolloutController:
         Args:
             completions: Number of completions that the round decodes.
         """
-        if self._feedback.more:
+        if self._feedback.more or (self.turns is not None and self.turns.tool_steps is not None):
             return True
         worker = self.worker
         if self._lengths is not None and worker.may_wait(completions):

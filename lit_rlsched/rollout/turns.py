@@ -28,6 +28,7 @@ class Turns:
         row: Returns what reward functions are called with, for those that are called with
             environments.
         max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
+        tool_steps: Decode steps after which an answer is used; None: as soon as it is there.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Turns:
         seed: int,
         row: Callable[[Group, Completion], dict[str, Any]],
         max_tool_calling_iterations: int | None = None,
+        tool_steps: int | None = None,
     ) -> None:
+        self.tool_steps = tool_steps
         self._environments = environments
         self._chat = chat
         self._scheduler = scheduler
@@ -57,6 +60,12 @@ class Turns:
         """Completions whose calls are made again, by id."""
         self.counts: Counter[str] = Counter()
         """Completions begun, tools called and failed calls of the round."""
+        self._answered: dict[str, tuple[Sample, Next]] = {}
+        """What becomes of completions whose environments have answered, by id."""
+        self._due: dict[str, int] = {}
+        """Decode step in which a completion goes on, by id, in the order of the calls."""
+        self._step = self._skipped = 0
+        """Decode steps of the round, and steps that nothing had to be decoded in."""
         self._warned = False
         self._waited = 0.0
         """Seconds for which slots were free while as many completions waited, of all slots."""
@@ -65,7 +74,7 @@ class Turns:
     @property
     def pending(self) -> int:
         """Number of completions that wait for their environment."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._answered)
 
     def _of(self, sample: Sample) -> Environment:
         return self._environments.of(sample.group.prompt.columns)
@@ -90,12 +99,18 @@ class Turns:
             columns = {"seed": seed, **columns}
         self.counts["begun"] += 1
         self._open[sample.id] = sample
-        self._waiting.add(sample.id)
+        self._wait_for(sample)
         self._scheduler.open(sample.id, environment.name, columns)
 
-    def begin_round(self) -> None:
-        """Count anew."""
+    def _wait_for(self, sample: Sample) -> None:
+        self._waiting.add(sample.id)
+        if self.tool_steps is not None:
+            self._due.setdefault(sample.id, self._step + self._skipped + self.tool_steps)
+
+    def begin_round(self, step: int) -> None:
+        """Count anew, from a decode step on."""
         self.counts.clear()
+        self._step, self._skipped = step, 0
         self._waited, self._noted = 0.0, time.perf_counter()
 
     def ended(self, sample: Sample) -> Next | None:
@@ -115,7 +130,7 @@ class Turns:
         if calls and completion.finish_reason == "stop" and turns <= (self._most or turns):
             self.counts["calls"] += len(calls)
             completion.finish_reason = None
-            self._waiting.add(sample.id)
+            self._wait_for(sample)
             self._scheduler.call(sample.id, calls)
             return None
         return self._end(sample)
@@ -136,7 +151,7 @@ class Turns:
         if repeat.turns:
             start, repeat.at = repeat.turns.pop(0)
             if repeat.at < whole:
-                self._waiting.add(sample.id)
+                self._wait_for(sample)
                 self._scheduler.call(sample.id, self._calls(sample, start, repeat.at))
                 return None
         del self._repeats[sample.id]
@@ -168,7 +183,7 @@ class Turns:
     def _end(self, sample: Sample) -> Next | None:
         """Ask for the rewards of a completion that is over, or end its session."""
         if self._scheduler.scores and self._of(sample).factory is not None:
-            self._waiting.add(sample.id)
+            self._wait_for(sample)
             self._scheduler.reward(sample.id, self._row(sample.group, sample.completion))
             # unfinished, as long as it is not handed over to be scored
             self._reasons[sample.id] = sample.completion.finish_reason
@@ -177,8 +192,37 @@ class Turns:
         self.leave(sample)
         return "over"
 
+    def must_wait(self, step: int, idle: bool) -> bool:
+        """Return whether nothing can go on before another answer is there.
+
+        Args:
+            step: Decode steps of the engine.
+            idle: Whether nothing decodes.
+        """
+        self._collect()
+        if self.tool_steps is None:
+            return idle and bool(self._waiting) and not self._answered
+        self._step = step
+        if idle and self._due:
+            self._skipped += max(0, min(self._due.values()) - step - self._skipped)
+        return any(
+            due <= step + self._skipped for i, due in self._due.items() if i in self._waiting
+        )
+
     def poll(self) -> Iterator[tuple[Sample, Next]]:
-        """Yield completions that their environments have answered, and what becomes of them."""
+        """Yield completions that go on, and what becomes of them."""
+        self._collect()
+        now = self._step + self._skipped
+        places = {i: (due, place) for place, (i, due) in enumerate(self._due.items())}
+        lost = [i for i, (_, becomes) in self._answered.items() if becomes == "lost"]
+        others = [i for i in self._answered if i not in lost and places.get(i, (now, 0))[0] <= now]
+        for i in others:
+            self._due.pop(i, None)
+        for i in [*lost, *sorted(others, key=lambda i: places.get(i, (0, 0)))]:
+            yield self._answered.pop(i)
+
+    def _collect(self) -> None:
+        """Use the answers that have come."""
         for answer in self._scheduler.poll():
             sample = self._open[str(answer.key)]
             decodes = sample.id not in self._waiting
@@ -191,12 +235,14 @@ class Turns:
                 continue
             becomes = self._take(sample, answer)
             if becomes is not None:
-                yield sample, becomes
+                self._answered[sample.id] = sample, becomes
 
     def _take(self, sample: Sample, answer: Answer) -> Next | None:
         """Use an answer; None if there is another one to wait for."""
         if answer.what == "lost":
+            due = self._due.get(sample.id)
             self.leave(sample)
+            self._due |= {} if due is None else {sample.id: due}
             return "lost"
         if answer.failure is not None:
             self.leave(sample)
@@ -263,7 +309,8 @@ class Turns:
         """End the session of a completion, whatever it waits for."""
         self._lost.discard(sample.id)
         self._reasons.pop(sample.id, None)
-        self._repeats.pop(sample.id, None)
+        for by_id in (self._repeats, self._answered, self._due):
+            by_id.pop(sample.id, None)
         if self._open.pop(sample.id, None) is not None:
             self._waiting.discard(sample.id)
             self._scheduler.close(sample.id)
@@ -272,6 +319,8 @@ class Turns:
         """End all sessions."""
         for of_ids in (self._open, self._waiting, self._reasons, self._lost, self._repeats):
             of_ids.clear()
+        self._answered.clear()
+        self._due.clear()
         self._scheduler.end_round()
 
     def note_free(self, slots: int) -> None:

@@ -74,6 +74,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name in ("max_tool_calling_iterations", "environment_workers", "max_sessions"):
         if settings[name] is not None and settings[name] < 1:
             raise UsageError(f"`{name}={settings[name]}`: use 1 or more.")
+    if (tool_steps := settings["tool_steps"]) is not None:
+        if tool_steps < 0:
+            raise UsageError(f"`{tool_steps=}`: use 0 or more.")
+        if settings["max_sessions"] is not None:
+            raise UsageError(
+                f"`{tool_steps=}` with `max_sessions={settings['max_sessions']}`: a completion "
+                "that waits for another one's session cannot go on in time. Leave one out."
+            )
     if (tool_timeout := settings["tool_timeout"]) <= 0:
         raise UsageError(f"`{tool_timeout=}`: use more than 0 seconds.")
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]

@@ -314,6 +314,7 @@ class Startup:
             self._settings.seed,
             scorer.arguments,
             given.max_tool_calling_iterations,
+            given.tool_steps,
         )
 
     def _warn(self, advice: Advice) -> None:

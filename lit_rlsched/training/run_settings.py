@@ -46,6 +46,7 @@ class ToolSettings:
     timeout: float = 60.0
     """Seconds that a tool may take."""
     max_sessions: int | None = None
+    tool_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,16 @@ import shutil
 import time
 from itertools import groupby
 
+import forked
+import killed_tools
+import psutil
 import pytest
 import torch
 from lightning import Trainer
+from placements import on_ray
 from seen_rounds import weights
 from transformers import AutoTokenizer
+from worlds import CHATS as ROWS
 from worlds import Troubled, look, notes, with_tools
 
 from lit_rlsched import GRPOModule, RolloutDataModule
@@ -20,16 +25,11 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     RolloutCallback,
     SortedBatching,
+    TailBatching,
 )
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import ENVIRONMENT
-
-ROWS = [
-    {"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
-    for a in range(4)
-    for b in range(4)
-]
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +204,9 @@ def test_turns_are_limited(run):
     [
         {"engine": ProcessEngine(TransformersEngine())},
         {"engine": TransformersEngine(), "num_engines": 2},
+        pytest.param({"engine": RayEngine(TransformersEngine())}, marks=on_ray),
     ],
-    ids=["process", "two engines"],
+    ids=["process", "two engines", "ray"],
 )
 def test_any_engine_draws_the_same(run, engine):
     module, rounds = run(environment_factory=notes())
@@ -294,6 +295,8 @@ def test_import_paths_are_enough():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
+        ({"tool_steps": -1}, "`tool_steps=-1`: use 0 or more"),
+        ({"tool_steps": 2, "max_sessions": 3}, "`tool_steps=2` with `max_sessions=3`"),
         ({"max_sessions": 0}, "`max_sessions=0`: use 1 or more"),
         ({"environment_workers": 0}, "`environment_workers=0`: use 1 or more"),
         ({"max_tool_calling_iterations": 0}, "use 1 or more"),
@@ -449,3 +452,54 @@ def test_a_returning_completion_is_not_prefilled_again(run, slots):
         turns = sum(m["role"] == "assistant" for c in round.completions for m in c.messages)
         assert turns > 1.5 * len(round.completions)
         assert round.metrics["rollout/prefill_tokens"] <= 1.3 * (prompts + replies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", [False, True])
+def test_killed_at_any_point_of_a_turn_and_resumed_equals_never_stopped(
+    partial, exact_model, tools_tokenizer, tmp_path
+):
+    places = [f"{name} {number}" for name in killed_tools.PLACES for number in (3, 40)]
+    process = forked.run(
+        killed_tools.runs,
+        str(tmp_path),
+        exact_model,
+        tools_tokenizer,
+        partial,
+        *places,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    whole, resumed = (json.loads(x) for x in process.stdout.splitlines() if x.startswith('{"compl'))
+    assert whole["number"] == 80 and whole["calls"] > 40
+    if not partial:  # else which completions are in time depends on how long tools take
+        assert resumed == whole
+        assert_same(*(torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole")))
+    assert resumed["number"] == whole["number"]
+    workers = [p for p in psutil.process_iter(["cmdline"]) if "session_worker" in str(p.info)]
+    assert [p for p in workers if p.ppid() == 1] == []
+
+
+EARLY = {
+    "on policy": lambda: [SortedBatching(pool_rounds=2), MicroGroupSampling(slots=5)],
+    "partial": lambda: [SortedBatching(mode="partial", pool_rounds=2), MicroGroupSampling(slots=5)],
+    "races": lambda: [TailBatching(1.5), MicroGroupSampling(slots=6)],
+    "stopped": lambda: [DownSampling(keep=2, early_stop=True), MicroGroupSampling(slots=5)],
+}
+
+
+@pytest.mark.parametrize("early", EARLY.values(), ids=EARLY)
+@pytest.mark.parametrize(
+    "engine", [TransformersEngine, lambda: ProcessEngine(TransformersEngine())]
+)
+def test_rounds_that_end_early_are_the_same_if_replies_come_after_so_many_steps(run, early, engine):
+    runs = []
+    for delay in DELAYS.values():
+        made = notes(delay)
+        _, rounds = run(
+            *early(), environment_factory=made, tool_steps=4, max_epochs=4, engine=engine()
+        )
+        runs.append(drawn(rounds))
+        steps = [round.metrics["rollout/decode_steps"] for round in rounds]
+        runs[-1].append(steps)
+    assert runs[1] == runs[0] and runs[2] == runs[0]

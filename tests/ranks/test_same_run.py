@@ -8,6 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lora_policy import with_lora
 from several_ranks import ALONE, DDP, FSDP2, check_same, ended
+from transformers import AutoTokenizer
+from worlds import CHATS, with_tools
 
 from lit_rlsched.run.checks import check_strategy
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
@@ -74,6 +76,23 @@ VARIANTS = {
 def test_variants(run, exact_model, variant):
     exact = {"precision": "64-true", **variant}
     check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, {"engine": "TransformersEngine", "num_engines": 2}])
+def test_tools(run, exact_model, tmp_path, own):
+    with_tools(AutoTokenizer.from_pretrained(exact_model)).save_pretrained(tmp_path / "tools")
+    settings = {
+        "train_data": CHATS,
+        "tokenizer": str(tmp_path / "tools"),
+        "environment_factory": "worlds.Numbered",
+        "max_completion_length": 96,
+        "micro_batch_tokens": 512,
+    }
+    engine = {name: own[name] for name in own if name == "engine"}
+    data = settings | {name: own[name] for name in own if name == "num_engines"}
+    exact = {"precision": "64-true", "data": data, **engine}
+    check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-9)
 
 
 @pytest.mark.slow

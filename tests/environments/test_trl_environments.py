@@ -1,0 +1,227 @@
+"""Environment classes of TRL scripts, unchanged, in TRL's trainer and here: tokens, masks, loss."""
+
+import json
+
+import pytest
+import torch
+from golden_trl import Dataset, GRPOConfig, GRPOTrainer
+from test_chat import of_family, tokenizer_of
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl_worlds import Echo, Words, reward_of
+
+from lit_rlsched.data.prompts import make_prompts
+from lit_rlsched.environments.chat import ToolChat
+from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.turns import Turns
+from lit_rlsched.training.advantages import group_relative
+from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.training.losses import policy_loss
+from lit_rlsched.types import Completion, Event, Group, Sample, Sampling
+
+CALL = {
+    "qwen": lambda name, key, value: (
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': {key: value}})}\n</tool_call>"
+    ),
+    "llama": lambda name, key, value: json.dumps({"name": name, "parameters": {key: value}}),
+    "gemma4": lambda name, key, value: (
+        f'<|tool_call>call:{name}{{{key}:<|"|>{value}<|"|>}}<tool_call|>'
+    ),
+}
+SCRIPTS = {
+    "echo": [
+        [("echo", "message", "hi"), "0"],
+        [("echo", "message", "longer"), ("echo", "message", "x"), "1"],
+        ["2"],
+        [("sing", "message", "la"), "3"],
+    ],
+    "words": [
+        [("guess", "guess", "crane"), ("guess", "guess", "stone"), "0"],
+        [("guess", "guess", "stone"), ("guess", "guess", "again"), "over"],
+        [("guess", "word", "stone"), "wrong argument"],
+        ["no guess"],
+    ],
+}
+"""Turns of four completions of a prompt, by environment."""
+LIMIT = 900
+ROWS = {
+    name: {
+        "prompt": [{"role": "user", "content": f"Play {name}."}],
+        "secret": "stone",
+        "environment": name,
+    }
+    for name in SCRIPTS
+}
+GIVEN = {
+    "echo": (Echo, ["echo", "echo"], [reward_of]),
+    "words": (Words, ["words"], []),
+    "both": ({"echo": Echo, "words": Words}, ["echo", "words"], [reward_of]),
+}
+
+
+def turns_of(name, kinds, tokenizer):
+    """Token ids of the turns of each completion."""
+    call = of_family(name, CALL)
+    return [
+        [
+            tokenizer((turn if isinstance(turn, str) else call(*turn)) + tokenizer.eos_token)[
+                "input_ids"
+            ]
+            for turn in script
+        ]
+        for kind in kinds
+        for script in SCRIPTS[kind]
+    ]
+
+
+def rows_of(kinds):
+    several = len({*kinds}) > 1
+    return [
+        {k: v for k, v in ROWS[kind].items() if several or k != "environment"} | {"uid": f"{i}"}
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def of_trl(policy, tokenizer, factory, rewards, rows, turns, folder):
+    """What TRL's trainer makes of the turns, and its loss."""
+    config = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        num_generations=4,
+        per_device_train_batch_size=len(turns),
+        max_completion_length=LIMIT,
+        beta=0.0,
+        loss_type="dapo",
+        disable_dropout=True,
+    )
+    trainer = GRPOTrainer(
+        model=policy,
+        reward_funcs=rewards,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        environment_factory=factory,
+    )
+    begun: list[list[int]] = []
+    number = [0] * len(turns)
+
+    def generate(prompt_ids, *_):
+        if not begun:
+            begun.extend([*ids] for ids in prompt_ids)
+            chosen = range(len(turns))
+        else:  # those that go on, in their order
+            starts = [ids + turn[0] for ids, turn in zip(begun, turns, strict=True)]
+            chosen, at = [], 0
+            for ids in prompt_ids:
+                while [*ids][: len(starts[at])] != starts[at]:
+                    at += 1
+                chosen.append(at)
+                at += 1
+        drawn = []
+        for i in chosen:
+            drawn.append([*turns[i][number[i]]])
+            number[i] += 1
+        return drawn, None
+
+    trainer._generate_single_turn = generate
+    inputs = [row for row in rows for _ in range(4)]
+    trainer.model.train()
+    batch = trainer._generate_and_score_completions(inputs)
+    loss = trainer._compute_loss(trainer.model, batch)
+    return begun, batch, loss.detach()
+
+
+def of_ours(policy, tokenizer, factory, rewards, rows, turns):
+    """The same turns here, with real workers."""
+    environments = Environments(None, factory)
+    scheduler = RewardScheduler([*rewards, *environments.rewards], workers=1, environments=True)
+    workers = EnvironmentScheduler(environments, scheduler)
+    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+    prompts = make_prompts(rows, tokenizer, max_prompt_length=999, environments=environments)
+
+    def row(group, completion):
+        return {
+            "prompt": group.prompt.text,
+            "completion": completion.shown,
+            "completion_ids": completion.token_ids,
+            "columns": group.prompt.columns,
+            "trainer_state": None,
+        }
+
+    controlled = Turns(environments, chat, workers, 0, row)
+    groups, left = [], {}
+    for prompt in prompts:
+        completions = [Completion(i) for i in range(4)]
+        groups.append(Group(f"{prompt.uid}@0", prompt, Sampling(LIMIT), completions))
+        for completion in completions:
+            sample = Sample(groups[-1], completion)
+            left[sample.id] = [*turns[len(left)]]
+            controlled.begin(sample)
+    while controlled.pending:
+        controlled.wait(10.0)
+        for sample, becomes in controlled.poll():
+            if becomes == "decodes":
+                ids = left[sample.id].pop(0)
+                event = Event(sample.id, ids, [-1.0] * len(ids), "stop")
+                sample.completion.take(event, version=0)
+                controlled.ended(sample)
+    controlled.close()
+    scheduler.close()
+    return groups
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "llama3_2", "gemma4"])
+def test_classes_of_trl_scripts_give_the_same_tokens_masks_and_loss(name, given, tmp_path):
+    factory, kinds, rewards = GIVEN[given]
+    tokenizer = tokenizer_of(name)
+    tokenizer.pad_token = tokenizer.eos_token
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=288,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    policy = Qwen3ForCausalLM(config).double()
+    rows, turns = rows_of(kinds), turns_of(name, kinds, tokenizer)
+    prompt_ids, batch, loss = of_trl(policy, tokenizer, factory, rewards, rows, turns, tmp_path)
+    groups = of_ours(policy, tokenizer, factory, rewards, rows, turns)
+    ours = [(g, c) for g in groups for c in g.completions]
+    lengths = batch["completion_mask"].sum(1).tolist()
+    whole, masks = [], []
+    for i, (group, completion) in enumerate(ours):
+        drawn = batch["completion_ids"][i, : lengths[i]].tolist()
+        whole.append([*group.prompt.token_ids, *completion.token_ids])
+        assert whole[-1] == prompt_ids[i] + drawn
+        masks.append([0] * len(group.prompt.token_ids) + [int(on) for on in completion.mask()])
+        theirs = batch["tool_mask"][i, : lengths[i]].tolist()
+        assert masks[-1] == [0] * len(prompt_ids[i]) + theirs
+    given_rewards = torch.tensor(
+        [sum(x.score or 0.0 for x in completion.given.values()) for _, completion in ours],
+        dtype=torch.float64,
+    )
+    advantages = group_relative(given_rewards.view(-1, 4), "group").flatten()
+    torch.testing.assert_close(advantages, batch["advantages"].double(), atol=1e-6, rtol=1e-5)
+    assert advantages.abs().max() > 0.1
+
+    width = max(map(len, whole))
+    ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in whole])
+    mask = torch.tensor([row + [0] * (width - len(row)) for row in masks])[:, 1:]
+    begin = torch.ones(len(whole), dtype=torch.long)
+    length = torch.tensor([len(row) - 1 for row in whole])
+    logp, _ = completion_logprobs(policy, ids, begin, length)
+    out = policy_loss(
+        logp, batch["advantages"].double(), mask.bool(), old_logp=logp.detach(), loss_type="dapo"
+    )
+    assert abs(float(out.loss) - float(loss)) <= 4e-8
