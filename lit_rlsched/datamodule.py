@@ -58,8 +58,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         environment_factory: A class whose objects hold the state of one completion: `reset` gets
             the columns of the row and may return a text for the end of the prompt, other public
             methods are tools, and `get_reward`, if there is one, gives a reward. Or its import
-            path, a function that makes such objects, or a dict of several: then the column
-            `environment` names that of a row.
+            path, a function that makes such objects, the address of an OpenEnv server, or a dict of
+            several: then the column `environment` names that of a row.
         max_tool_calling_iterations: Turns with calls that a completion may have; by default as many
             as fit into `max_completion_length`, which counts replies too.
         environment_workers: Number of processes that run tools; each runs many at once.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rlsched.environments.openenv import openenv
 from lit_rlsched.settings import UsageError, did_you_mean
 
 Tool = Callable[..., Any]
@@ -62,8 +63,8 @@ class Environments:
         tools: Functions that every completion may call, or their import paths. Types and a
             Google-style docstring say how: see `transformers.utils.get_json_schema`.
         factory: A class, or a function without arguments, whose objects have a method `reset`; its
-            import path; or a dict of several by name. Then each row names its own in the column
-            `environment`. Public methods are tools.
+            import path; the address of an OpenEnv server; or a dict of several by name. Then each
+            row names its own in the column `environment`. Public methods are tools.
 
     Raises:
         UsageError: a tool has no types or docstring, two have one name, or a class has no `reset`.
@@ -182,6 +183,8 @@ def _named_tool(tool: Tool | str) -> tuple[str, Tool]:
 def _imported(given: Any, what: str) -> Any:
     if not isinstance(given, str):
         return given
+    if given.startswith(("http://", "https://")):
+        return openenv(given)
     try:
         return pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:

@@ -467,8 +467,7 @@ _SHOWN = {
     "other": "stale tokens",
     "strategy": "FSDP2Strategy",
     "sampling": "top_p, top_k or min_p",
-    "who": "`AheadRollout`, `DrainFilling`, `InFlightUpdates`, `LengthPrediction` or rounds that "
-    "keep unfinished completions",
+    "who": "`AheadRollout`, `DrainFilling`, `InFlightUpdates` or a rule that verifies drafts",
     "use": "Use less, or a",
     **dict.fromkeys(("fix", "old"), ""),
 }

@@ -1,0 +1,162 @@
+"""Environments of an OpenEnv server, in TRL's protocol: its action is their tool.
+
+OpenEnv's own client (0.10) needs an older mcp than vLLM does, and cannot be installed beside it.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+from urllib.request import urlopen
+
+from lit_rlsched.settings import UsageError
+
+_TYPES = {
+    "string": str,
+    "integer": int,
+    "number": float,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+_OWN = ("metadata", "done", "reward")
+"""Fields of each action and observation that are not the environment's."""
+MAX_MESSAGE = 64 << 20
+"""Bytes of an answer."""
+SECONDS = 10.0
+"""Longest wait for the schema of a server."""
+
+
+class OpenEnv:
+    """The session of a completion at a server; `openenv` makes subclasses with a tool."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        self._socket: Any = None
+        self._total, self._done = 0.0, False
+
+    def reset(self, seed: int | None = None, **row: Any) -> str:
+        """Begin an episode; the server gets the columns of the row that its `reset` names."""
+        self._total, self._done = 0.0, False
+        return _text(self._ask("reset", {"seed": seed, **row})["observation"])
+
+    def _step(self, action: Mapping[str, Any]) -> str:
+        if self._done:
+            raise ValueError("The episode is over.")
+        answer = self._ask("step", action)
+        self._total += answer.get("reward") or 0.0
+        self._done = bool(answer.get("done"))
+        return _text(answer["observation"])
+
+    def _ask(self, what: str, data: Mapping[str, Any]) -> Any:
+        """Send a message and return the answer's data.
+
+        Raises:
+            RuntimeError: the server has refused it.
+        """
+        from websockets.sync.client import connect
+
+        if self._socket is None:
+            self._socket = connect(_websocket(self.url), max_size=MAX_MESSAGE)
+        try:
+            self._socket.send(json.dumps({"type": what, "data": data}))
+            answer = json.loads(self._socket.recv())
+        except Exception:
+            self._socket.close()
+            self._socket = None  # the next session has a connection of its own
+            raise
+        if answer.get("type") == "error":
+            raise RuntimeError(answer.get("data", {}).get("message", "The server has failed."))
+        return answer["data"]
+
+    def get_reward(self) -> float:
+        """Return the sum of the episode's rewards."""
+        return self._total
+
+
+def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
+    """Return a class for `environment_factory` whose tool is the action of an OpenEnv server.
+
+    A completion has a session of the server. The tool's arguments are the fields of the action,
+    with the types and descriptions of the server's schema; the reply is the observation: its text,
+    if it has one field with a text, else JSON. The reward is the sum of the episode's rewards. A
+    call after its end is answered with an error.
+
+    Args:
+        url: Address of a running server, such as `http://127.0.0.1:8000`. It must allow as many
+            sessions as there are completions, or `max_sessions`.
+        tool: Name of the tool.
+
+    Raises:
+        UsageError: a package is not installed, no such server answers, or its action has fields
+            without a type.
+
+    Example::
+
+        RolloutDataModule(rows, environment_factory=openenv("http://127.0.0.1:8000", "guess"))
+    """
+    if find_spec("websockets") is None:
+        raise UsageError(
+            f"`environment_factory={url}` needs a package: `pip install 'lit-rlsched[openenv]'`."
+        )
+    try:
+        with urlopen(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
+            action = json.load(answer)["action"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"`environment_factory={url}`: no OpenEnv server answers at {url}/schema ({error}). "
+            "Start it, or correct the address."
+        ) from None
+    made = type(tool.title(), (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
+    made.__module__ = __name__
+    return made
+
+
+def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
+    """Return a method with the fields of an action as its arguments."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters, lines = [own], []
+    fields = {n: f for n, f in action.get("properties", {}).items() if n not in _OWN}
+    for field, schema in sorted(fields.items(), key=lambda pair: "default" in pair[1]):
+        kind = _TYPES.get(str(schema.get("type")))
+        if kind is None:
+            raise UsageError(
+                f"`environment_factory={url}`: the field `{field}` of the action is a "
+                f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
+                "each kind of action, which calls `_step`."
+            )
+        parameters.append(
+            inspect.Parameter(
+                field,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=schema.get("default", inspect.Parameter.empty),
+                annotation=kind,
+            )
+        )
+        said = schema.get("description") or schema.get("title") or field
+        lines.append(f"    {field}: {' '.join(str(said).split())}")
+    signature = inspect.Signature(parameters)
+
+    def method(self: OpenEnv, **arguments: Any) -> str:
+        bound = signature.bind(self, **arguments)
+        return self._step({n: value for n, value in bound.arguments.items() if n != "self"})
+
+    method.__name__ = method.__qualname__ = name
+    method.__annotations__ = {p.name: p.annotation for p in parameters[1:]}
+    method.__signature__ = signature  # type: ignore[attr-defined]
+    what = str(action.get("description") or "Act in the environment.").split("\n\n")[0]
+    method.__doc__ = "\n".join([" ".join(what.split()), "", "Args:", *lines])
+    return method
+
+
+def _websocket(url: str) -> str:
+    return f"ws{url.removeprefix('http').rstrip('/')}/ws"
+
+
+def _text(observation: Any) -> str:
+    fields = observation if isinstance(observation, Mapping) else {"text": observation}
+    fields = {name: value for name, value in fields.items() if name not in _OWN}
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields)
