@@ -16,47 +16,40 @@ SIGMA = 0.5
 
 def rows(rounds: int) -> list[dict[str, Any]]:
     """Return the rows of some rounds."""
-    return Lookup("train", PROMPTS * rounds).rows()
-
-
-class Slow(Registry):
-    """A registry whose answers take time: log-normal, and the same in each run.
-
-    Attributes:
-        median: Median of the seconds of a call.
-    """
-
-    median = 0.0
-
-    def reset(self, **row: Any) -> None:
-        """Begin with the chain of a row."""
-        super().reset(**row)
-        self._row, self._calls = row["prompt"][0]["content"], 0
-
-    def get(self, key: str) -> str:
-        """Get what is stored under a key.
-
-        Args:
-            key: The key, a letter.
-        """
-        time.sleep(self._seconds())
-        return super().get(key)
-
-    def _seconds(self) -> float:
-        self._calls += 1
-        rng = random.Random(stable_hash(self._row, self._calls))
-        return self.median * rng.lognormvariate(0, SIGMA)
+    made: list[dict[str, Any]] = Lookup("train", PROMPTS * rounds).rows()  # type: ignore[no-untyped-call]
+    return made
 
 
 def environment(median: float, waits: bool = False) -> type:
-    """Return a class whose calls take a median of seconds.
+    """Return a registry whose answers take time: log-normal, and the same in each run.
 
     Args:
         median: Median of the seconds of a call.
         waits: Whether calls are `async`.
     """
 
-    class Environment(Slow):
+    class Timed:
+        def reset(self, **row: Any) -> None:
+            self._registry = Registry()
+            self._registry.reset(**row)
+            self._row, self._calls = row["prompt"][0]["content"], 0
+
+        def _seconds(self) -> float:
+            self._calls += 1
+            rng = random.Random(stable_hash(self._row, self._calls))
+            return median * rng.lognormvariate(0, SIGMA)
+
+    class Sync(Timed):
+        def get(self, key: str) -> str:
+            """Get what is stored under a key.
+
+            Args:
+                key: The key, a letter.
+            """
+            time.sleep(self._seconds())
+            return str(self._registry.get(key))
+
+    class Async(Timed):
         async def get(self, key: str) -> str:
             """Get what is stored under a key.
 
@@ -64,8 +57,6 @@ def environment(median: float, waits: bool = False) -> type:
                 key: The key, a letter.
             """
             await asyncio.sleep(self._seconds())
-            return Registry.get(self, key)
+            return str(self._registry.get(key))
 
-    made = Environment if waits else type("Environment", (Slow,), {})
-    made.median = median
-    return made
+    return Async if waits else Sync

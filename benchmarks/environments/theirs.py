@@ -41,7 +41,7 @@ def run(case: str, median: float) -> dict[str, float]:
     rounds: list[dict[str, float]] = []
     last = [0.0]
 
-    class Timed(GRPOTrainer):  # type: ignore[misc]
+    class Timed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             began, steps = time.perf_counter(), counts.decode_steps
             output = super()._generate_and_score_completions(inputs)

@@ -12,7 +12,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -166,7 +166,11 @@ class Demonstrations:
         return tokens, labels
 
 
-def train(model: Qwen3ForCausalLM, demonstrations: Demonstrations, steps: int) -> None:
+def train(
+    model: Qwen3ForCausalLM,
+    demonstrations: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+) -> None:
     """Train with Muon on hidden matrices, AdamW on the rest, and a cosine schedule to 5 %."""
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]

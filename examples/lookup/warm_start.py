@@ -12,6 +12,7 @@ import argparse
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -108,7 +109,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def demonstration(rng: random.Random) -> list[dict]:
+def demonstration(rng: random.Random) -> list[dict[str, Any]]:
     """Return the chat of one chain."""
     row = row_of(rng.randrange(5000))
     registry, told = Registry(), row["chain"][0]

@@ -22,7 +22,7 @@ from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches
 from lit_rlsched.settings import ENDS, UsageError
 from lit_rlsched.types import Prompt
 
-_FORMAT = "tokens-2"
+_FORMAT = "tokens-3"
 """Changes when token ids are stored in another way."""
 
 

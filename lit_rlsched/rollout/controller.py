@@ -274,7 +274,9 @@ class RolloutController:
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)
-            if not sample.completion.scored:
+            if sample.completion.scored:
+                self.scorer.read(sample.completion)
+            else:
                 self.scorer.submit(sample.group, sample.completion)
         self._came_finished += finished
         return [sample for sample in samples if not sample.completion.finished]

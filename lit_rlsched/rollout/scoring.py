@@ -81,6 +81,10 @@ class Scorer:
         """Number of submitted completions that `poll` has not returned yet."""
         return len(self._pending) + len(self._unscorable)
 
+    def read(self, completion: Completion) -> None:
+        """Set the text of a completion, which checkpoints leave out."""
+        completion.text = completion.text or self.decode(completion.token_ids)
+
     def submit(self, group: Group, completion: Completion) -> None:
         """Start scoring a finished completion."""
         completion.text = self.decode(completion.token_ids)

@@ -117,6 +117,18 @@ def settle_progress(trainer: Trainer) -> None:
         validation.total.ready = validation.total.started = 1
 
 
+def count_epoch(trainer: Trainer) -> None:
+    """Count the epoch that begins if Lightning has not done so.
+
+    It forgets the one after a checkpoint of an epoch's last step, which `ModelCheckpoint` saves
+    before the epoch ends. A run that is resumed from a later one then trains one round too many.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress
+    if progress.total.started == progress.total.processed:
+        progress.increment_ready()
+        progress.increment_started()
+
+
 def begin_validation(trainer: Trainer) -> None:
     """Remove the mark of `settle_progress`: this validation is the one that was interrupted.
 

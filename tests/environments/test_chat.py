@@ -2,13 +2,11 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from character_tokenizer import make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tool_families import of_family, tokenizer_of
 from worlds import with_tools
 
 from lit_rlsched.environments.chat import Call, ToolChat
@@ -20,8 +18,6 @@ from lit_rlsched.types import Completion, Event, Group, Prompt, Sample, Sampling
 
 trl = pytest.importorskip("trl")
 utils = pytest.importorskip("trl.chat_template_utils")
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma4": "<|tool_response>"}
 CALLS = {
     "qwen": '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": "x"}}\n</tool_call>',
     "qwen3_5": "ok\n</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n"
@@ -40,27 +36,6 @@ def add(a: int, b: str) -> str:
         b: Other.
     """
     return f"{a}{b}"
-
-
-def tokenizer_of(name):
-    """A byte tokenizer with the template and the end token of a family."""
-    end = next(end for family, end in END.items() if name.startswith(family))
-    special = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|turn>", "<turn|>", "<|tool_response>"]
-    headers = ["<|start_header_id|>", "<|end_header_id|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([*special, *headers])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=end,
-        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
-    )
-
-
-def of_family(name, table):
-    return table[max((f for f in table if name.startswith(f)), key=len)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,6 +39,7 @@ def completions(draw, index, scored):
         draft=draw(st.none() | drafts()),
         extra=draw(extras),
         logged=draw(logs),
+        messages=draw(st.sampled_from([[], [{"role": "tool", "content": "\ud83d", "n": None}]])),
         dropped=draw(st.sampled_from([None, "nonfinite_logprob"])),
     )
     if scored:

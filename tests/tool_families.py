@@ -1,0 +1,31 @@
+"""Chat templates with tools, as TRL has them, on a tokenizer of bytes."""
+
+from pathlib import Path
+
+import trl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma4": "<|tool_response>"}
+
+
+def tokenizer_of(name):
+    """A byte tokenizer with the template and the end token of a family."""
+    end = next(end for family, end in END.items() if name.startswith(family))
+    special = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|turn>", "<turn|>", "<|tool_response>"]
+    headers = ["<|start_header_id|>", "<|end_header_id|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*special, *headers])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=end,
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
+    )
+
+
+def of_family(name, table):
+    return table[max((f for f in table if name.startswith(f)), key=len)]
