@@ -3,6 +3,8 @@
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from lightning import LightningModule, Trainer, seed_everything
 
 from benchmarks.environments.slow import (
+    CONTEXT,
     GENERATIONS,
     LIMIT,
     MODEL,
@@ -18,6 +21,7 @@ from benchmarks.environments.slow import (
     SLOTS,
     environment,
     rows,
+    turns,
 )
 from benchmarks.ours import make_trainer
 from benchmarks.papers.child import Clock
@@ -26,11 +30,12 @@ from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.environments.chat import Call
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.training.round import Round
-from lit_rlsched.types import ENVIRONMENT, Sample
+from lit_rlsched.types import ENVIRONMENT, Event, Request, Sample
 
 ROUNDS = 4
 """The first is not measured."""
@@ -110,6 +115,49 @@ def in_lockstep() -> None:
     RolloutController._answered = answered  # type: ignore[method-assign]
 
 
+class GivenTurns(VLLMEngine):
+    """vLLM whose turns have made-up lengths; tokens are drawn as always."""
+
+    def start(self, spec: Any) -> None:
+        self._left: dict[str, list[int]] = {}
+        super().start(spec)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit([self._shortened(request) for request in requests])
+
+    def _shortened(self, request: Request) -> Request:
+        uid, _, rest = request.id.partition("@")
+        left = self._left.setdefault(request.id, turns(uid, int(rest.rpartition("/")[2])))
+        if not left:
+            return request  # the check of new weights
+        most = len(request.prefix_ids) + left[0]
+        sampling = replace(request.sampling, max_completion_length=most)
+        return replace(request, sampling=sampling)
+
+    def _sampling_params(self, request: Request) -> Any:
+        params = super()._sampling_params(request)
+        params.stop_token_ids = []
+        return params
+
+    def step(self) -> list[Event]:
+        events = super().step()
+        for event in events:
+            if event.finish_reason is not None and self._left.get(event.request_id):
+                self._left[event.request_id].pop(0)
+                event.finish_reason = "stop"
+        return events
+
+
+def call_until_the_last_turn(engine: GivenTurns) -> None:
+    """Let each turn but the last call the tool, whatever its tokens say."""
+
+    def calls(self: Turns, sample: Sample, start: int, end: int) -> list[Call]:
+        sample.completion.messages.append({"role": "assistant", "content": ""})
+        return [Call("get", {"key": "a"})] if engine._left[sample.id] else []
+
+    Turns._calls = calls  # type: ignore[method-assign]
+
+
 CASES = {
     "a slot is free while tools run": lambda: None,
     "a slot is held while tools run": hold_slots,
@@ -117,21 +165,23 @@ CASES = {
 }
 
 
-def run(case: str, median: float) -> dict[str, Any]:
+def run(case: str, median: float, made_up: bool = False) -> dict[str, Any]:
     """Train some rounds and return the means over those that are measured."""
     keep_heap()
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     CASES[case]()
-    clock = Measure()
+    clock, engine = Measure(), GivenTurns() if made_up else VLLMEngine()
+    if isinstance(engine, GivenTurns):
+        call_until_the_last_turn(engine)
     data = RolloutDataModule(
         rows(ROUNDS),
         [right],
-        engine=VLLMEngine(),
+        engine=engine,
         environment_factory=environment(median),
         prompts_per_round=PROMPTS,
         num_generations=GENERATIONS,
-        max_completion_length=LIMIT,
+        max_completion_length=CONTEXT if made_up else LIMIT,
         shuffle=False,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -147,8 +197,8 @@ def run(case: str, median: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    case, median, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(case, float(median))))
+    case, median, out, *made_up = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(case, float(median), bool(made_up))))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,27 @@ from lit_rlsched.types import stable_hash
 
 MODEL = "examples/lookup/model"
 PROMPTS, GENERATIONS, SLOTS, LIMIT = 16, 8, 32, 96
+CONTEXT, REPLY = 200, 6
+"""Most tokens of a completion with turns of made-up lengths, and about those of a reply."""
 SIGMA = 0.5
 """Of the logarithm of a call's seconds."""
+
+
+def turns(row: str, index: int) -> list[int]:
+    """Return made-up lengths of the turns of a completion: log-normal, and few to many turns.
+
+    Args:
+        row: Prompt of the completion.
+        index: Its place in the group.
+    """
+    rng = random.Random(stable_hash("turns", row, index))
+    lengths: list[int] = []
+    for _ in range(min(16, 1 + int(rng.expovariate(1 / 4)))):
+        length = max(3, round(12 * rng.lognormvariate(0, 0.7)))
+        if sum(lengths) + length + REPLY * len(lengths) > CONTEXT:
+            break
+        lengths.append(length)
+    return lengths or [12]
 
 
 def rows(rounds: int) -> list[dict[str, Any]]:
