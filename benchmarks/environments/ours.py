@@ -127,9 +127,9 @@ class GivenTurns(VLLMEngine):
 
     def _shortened(self, request: Request) -> Request:
         uid, _, rest = request.id.partition("@")
-        left = self._left.setdefault(request.id, turns(uid, int(rest.rpartition("/")[2])))
-        if not left:
+        if not rest:
             return request  # the check of new weights
+        left = self._left.setdefault(request.id, turns(uid, int(rest.rpartition("/")[2])))
         most = len(request.prefix_ids) + left[0]
         sampling = replace(request.sampling, max_completion_length=most)
         return replace(request, sampling=sampling)
