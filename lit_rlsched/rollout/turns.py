@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 from lit_rlsched.environments.chat import Call, ToolChat
@@ -62,8 +63,9 @@ class Turns:
         """Completions begun, tools called and failed calls of the round."""
         self._answered: dict[str, tuple[Sample, Next]] = {}
         """What becomes of completions whose environments have answered, by id."""
-        self._due: dict[str, int] = {}
-        """Decode step in which a completion goes on, by id, in the order of the calls."""
+        self._due: dict[str, tuple[int, int]] = {}
+        """Decode step in which a completion goes on, and its place among all calls, by id."""
+        self._places = count()
         self._step = self._skipped = 0
         """Decode steps of the round, and steps that nothing had to be decoded in."""
         self._warned = False
@@ -105,7 +107,8 @@ class Turns:
     def _wait_for(self, sample: Sample) -> None:
         self._waiting.add(sample.id)
         if self.tool_steps is not None:
-            self._due.setdefault(sample.id, self._step + self._skipped + self.tool_steps)
+            due = self._step + self._skipped + self.tool_steps
+            self._due.setdefault(sample.id, (due, next(self._places)))
 
     def begin_round(self, step: int) -> None:
         """Count anew, from a decode step on."""
@@ -204,22 +207,24 @@ class Turns:
             return idle and bool(self._waiting) and not self._answered
         self._step = step
         if idle and self._due:
-            self._skipped += max(0, min(self._due.values()) - step - self._skipped)
-        return any(
-            due <= step + self._skipped for i, due in self._due.items() if i in self._waiting
-        )
+            self._skipped += max(0, min(self._due.values())[0] - step - self._skipped)
+        now = step + self._skipped
+        return any(due <= now for i, (due, _) in self._due.items() if i in self._waiting)
 
     def poll(self) -> Iterator[tuple[Sample, Next]]:
         """Yield completions that go on, and what becomes of them."""
         self._collect()
         now = self._step + self._skipped
-        places = {i: (due, place) for place, (i, due) in enumerate(self._due.items())}
-        lost = [i for i, (_, becomes) in self._answered.items() if becomes == "lost"]
-        others = [i for i in self._answered if i not in lost and places.get(i, (now, 0))[0] <= now]
-        for i in others:
-            self._due.pop(i, None)
-        for i in [*lost, *sorted(others, key=lambda i: places.get(i, (0, 0)))]:
-            yield self._answered.pop(i)
+        due = {i: self._due.get(i, (now, 0)) for i in self._answered}
+        for i in sorted(due, key=due.__getitem__):
+            sample, becomes = self._answered[i]
+            if becomes == "lost":  # it waits on
+                yield self._answered.pop(i)
+            elif due[i][0] <= now:
+                self._due.pop(i, None)
+                if becomes == "over":
+                    sample.completion.finish_reason = self._reasons.pop(i)
+                yield self._answered.pop(i)
 
     def _collect(self) -> None:
         """Use the answers that have come."""
@@ -233,16 +238,19 @@ class Turns:
                 del self._open[sample.id]
                 self._lost.add(sample.id)
                 continue
+            due = self._due.get(sample.id)
             becomes = self._take(sample, answer)
             if becomes is not None:
+                self._due |= {} if due is None else {sample.id: due}  # also if it has left
                 self._answered[sample.id] = sample, becomes
+            if becomes == "over":  # unfinished, as long as it is not handed over
+                self._reasons[sample.id] = sample.completion.finish_reason
+                sample.completion.finish_reason = None
 
     def _take(self, sample: Sample, answer: Answer) -> Next | None:
         """Use an answer; None if there is another one to wait for."""
         if answer.what == "lost":
-            due = self._due.get(sample.id)
             self.leave(sample)
-            self._due |= {} if due is None else {sample.id: due}
             return "lost"
         if answer.failure is not None:
             self.leave(sample)
@@ -319,8 +327,8 @@ class Turns:
         """End all sessions."""
         for of_ids in (self._open, self._waiting, self._reasons, self._lost, self._repeats):
             of_ids.clear()
-        self._answered.clear()
-        self._due.clear()
+        for by_id in (self._answered, self._due):
+            by_id.clear()
         self._scheduler.end_round()
 
     def note_free(self, slots: int) -> None:
