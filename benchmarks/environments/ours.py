@@ -196,10 +196,6 @@ def run(case: str, median: float, made_up: bool = False) -> dict[str, Any]:
     return {name: fmean(each[name] for each in measured) for name in measured[0]}
 
 
-def main() -> None:
-    case, median, out, *made_up = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(case, float(median), bool(made_up))))
-
-
 if __name__ == "__main__":
-    main()
+    name, seconds, out, *made_up = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(name, float(seconds), bool(made_up))))
