@@ -18,12 +18,15 @@ from lit_rlsched.engines.slot_cache import (
     grouped_attention,
 )
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
+from lit_rlsched.scheduling.micro_group_sampling import KVCache
 from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
 """Maximum tokens of a prefill pass, padding included; one longer prompt still runs alone."""
+MASK_SIZE = 1 << 22
+"""Maximum entries of the mask of a pass over the rest of contexts; one larger still runs alone."""
 INTEGERS = ("token", "position", "seed", "drawn", "limit")
 Key = TypeVar("Key", bytes, int)
 RULES = ("temperature", "top_k", "top_p", "min_p")
@@ -49,6 +52,10 @@ class TransformersEngine(SlotEngine):
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
+
+    def kv_cache(self, spec: EngineSpec, token_bytes: int) -> KVCache:
+        """Twice the bytes with tools: each slot has another for a completion that may return."""
+        return super().kv_cache(spec, token_bytes * (2 if spec.returns else 1))
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """Full slots, and weights only if the engine does not decode with the trainer's model."""
@@ -263,7 +270,7 @@ class TransformersEngine(SlotEngine):
                 self._prefill_tokens += len(context)
                 new.append(key)
         lengths = {key: len(contexts[key]) for key in new}
-        for part in _split(sorted(new, key=len), lengths):
+        for part in _split(sorted(new, key=len), lengths, PREFILL_TOKENS):
             width = len(contexts[part[-1]])
             ids = [contexts[key] + [0] * (width - len(contexts[key])) for key in part]
             self._cache.prefill([slots[key] for key in part], width)
@@ -284,8 +291,9 @@ class TransformersEngine(SlotEngine):
         rest = {slot: (known, more) for slot, _, known, more in back if more}
         self._prefill_tokens += sum(len(more) for _, more in rest.values())
         lengths = {slot: len(more) for slot, (_, more) in rest.items()}
-        for part in _split(sorted(rest, key=lengths.__getitem__), lengths):
-            width = lengths[part[-1]]
+        sizes = {slot: len(more) * (known + len(more)) for slot, (known, more) in rest.items()}
+        for part in _split(sorted(rest, key=sizes.__getitem__), sizes, MASK_SIZE):
+            width = max(lengths[slot] for slot in part)
             ids = [rest[slot][1] + [0] * (width - lengths[slot]) for slot in part]
             begin = torch.tensor([rest[slot][0] for slot in part])[:, None]
             # what is fed beyond a row's tokens is overwritten when its position is drawn
@@ -371,11 +379,11 @@ class _Row:
         return len(self.context) + len(self.token_ids)
 
 
-def _split(keys: Sequence[Key], lengths: Mapping[Key, int]) -> Iterator[list[Key]]:
-    """Split contexts, sorted by length, into prefill passes of at most `PREFILL_TOKENS`."""
+def _split(keys: Sequence[Key], sizes: Mapping[Key, int], most: int) -> Iterator[list[Key]]:
+    """Split contexts, sorted by size, into passes whose rows have as many times the largest."""
     part: list[Key] = []
     for key in keys:
-        if part and (len(part) + 1) * lengths[key] > PREFILL_TOKENS:
+        if part and (len(part) + 1) * sizes[key] > most:
             yield part
             part = []
         part.append(key)

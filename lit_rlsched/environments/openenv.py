@@ -5,9 +5,11 @@ OpenEnv's own client (0.10) needs an older mcp than vLLM does, and cannot be ins
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from lit_rlsched.settings import UsageError
@@ -35,17 +37,40 @@ class OpenEnv:
 
     def __init__(self) -> None:
         self._socket: Any = None
-        self._total, self._done = 0.0, False
+        self._total, self._done, self._lost = 0.0, False, False
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
         """Begin an episode; the server gets the columns of the row that its `reset` names."""
-        self._total, self._done = 0.0, False
-        return _text(self._ask("reset", {"seed": seed, **row})["observation"])
+        from websockets.exceptions import ConnectionClosed
+        from websockets.sync.client import connect
+
+        self._total, self._done, self._lost = 0.0, False, False
+        begin = {"seed": seed, **row}
+        used = self._socket is not None
+        for again in (used, False):  # the server may have started anew since the last episode
+            self._socket = self._socket or connect(_websocket(self.url), max_size=MAX_MESSAGE)
+            try:
+                return _text(self._ask("reset", begin)["observation"])
+            except (ConnectionClosed, OSError):
+                self._leave()
+                if not again:
+                    raise
+            except RuntimeError:
+                self._leave()
+                raise
+        raise AssertionError
 
     def _step(self, action: Mapping[str, Any]) -> str:
         if self._done:
             raise ValueError("The episode is over.")
-        answer = self._ask("step", action)
+        if self._socket is None:
+            raise RuntimeError("The connection was lost.")
+        try:
+            answer = self._ask("step", action)
+        except Exception:
+            # a refused action is a reply; an episode whose connection is lost has no reward
+            self._lost = self._socket is None
+            raise
         self._total += answer.get("reward") or 0.0
         self._done = bool(answer.get("done"))
         return _text(answer["observation"])
@@ -56,23 +81,30 @@ class OpenEnv:
         Raises:
             RuntimeError: the server has refused it.
         """
-        from websockets.sync.client import connect
-
-        if self._socket is None:
-            self._socket = connect(_websocket(self.url), max_size=MAX_MESSAGE)
         try:
             self._socket.send(json.dumps({"type": what, "data": data}))
             answer = json.loads(self._socket.recv())
         except Exception:
-            self._socket.close()
-            self._socket = None  # the next session has a connection of its own
+            self._leave()
             raise
         if answer.get("type") == "error":
             raise RuntimeError(answer.get("data", {}).get("message", "The server has failed."))
         return answer["data"]
 
+    def _leave(self) -> None:
+        """End the server's session."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def get_reward(self) -> float:
-        """Return the sum of the episode's rewards."""
+        """Return the sum of the episode's rewards.
+
+        Raises:
+            RuntimeError: its connection was lost.
+        """
+        if self._lost:
+            raise RuntimeError(f"The connection to {self.url} was lost in an episode.")
         return self._total
 
 
@@ -109,7 +141,9 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
             f"`environment_factory={url}`: no OpenEnv server answers at {url}/schema ({error}). "
             "Start it, or correct the address."
         ) from None
-    made = type(tool.title(), (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
+    # classes of several servers are told apart by their names
+    name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc}")
+    made = type(name, (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
     made.__module__ = __name__
     return made
 

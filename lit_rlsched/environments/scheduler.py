@@ -228,6 +228,11 @@ class EnvironmentScheduler:
         """Whether reward functions are called with environments."""
         return self._rewards is not None and bool(self._rewards.of_environments)
 
+    def needs_another_to_end(self, key: Hashable) -> bool:
+        """Whether a session, which is opened alone in a worker, waits for one that is there."""
+        session = self._sessions.get(key)
+        return session is not None and session.alone and session.worker is None
+
     def reward(self, key: Hashable, row: Mapping[str, Any]) -> None:
         """Call the reward functions; the answer has the `Result` of each, by its number.
 

@@ -242,6 +242,9 @@ class Unscored:
     def wait(self, timeout: float | None = None) -> None:
         pass
 
+    def read(self, completion: Completion) -> None:
+        pass
+
     def submit(self, group: Group, completion: Completion) -> None:
         self._finished.append((group, completion))
 

@@ -89,6 +89,7 @@ class Turns:
         """
         completion = sample.completion
         completion.messages, completion.finish_reason = [], None
+        completion.dropped, completion.failure, completion.given = None, None, {}
         if completion.token_ids:
             self._repeats[sample.id] = _Repeat(turns_of(completion))
         environment, prompt = self._of(sample), sample.group.prompt
@@ -99,7 +100,7 @@ class Turns:
             # the same for all completions of a group, which are compared with each other
             seed = stable_hash("environment", self._seed, sample.group.id) % 2**31
             columns = {"seed": seed, **columns}
-        self.counts["begun"] += 1
+        self.counts["begun"] += sample.id not in self._repeats
         self._open[sample.id] = sample
         self._wait_for(sample)
         self._scheduler.open(sample.id, environment.name, columns)
@@ -206,10 +207,12 @@ class Turns:
         if self.tool_steps is None:
             return idle and bool(self._waiting) and not self._answered
         self._step = step
-        if idle and self._due:
-            self._skipped += max(0, min(self._due.values())[0] - step - self._skipped)
-        now = step + self._skipped
-        return any(due <= now for i, (due, _) in self._due.items() if i in self._waiting)
+        blocked = self._scheduler.needs_another_to_end
+        due = {i: at for i, (at, _) in self._due.items() if not blocked(i)}
+        if idle and due:
+            self._skipped += max(0, min(due.values()) - step - self._skipped)
+        late = any(at <= step + self._skipped for i, at in due.items() if i in self._waiting)
+        return late or (idle and not due and bool(self._waiting))
 
     def poll(self) -> Iterator[tuple[Sample, Next]]:
         """Yield completions that go on, and what becomes of them."""
@@ -334,7 +337,7 @@ class Turns:
     def note_free(self, slots: int) -> None:
         """Note that so many slots have been free since the last call."""
         now = time.perf_counter()
-        self._waited += (now - self._noted) * max(0, min(slots, len(self._waiting)))
+        self._waited += (now - self._noted) * max(0, min(slots, self.pending))
         self._noted = now
 
     def metrics(self, slot_seconds: float) -> dict[str, float]:

@@ -75,8 +75,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         if settings[name] is not None and settings[name] < 1:
             raise UsageError(f"`{name}={settings[name]}`: use 1 or more.")
     if (tool_steps := settings["tool_steps"]) is not None:
-        if tool_steps < 0:
-            raise UsageError(f"`{tool_steps=}`: use 0 or more.")
+        if tool_steps < 1:
+            raise UsageError(f"`{tool_steps=}`: use 1 or more.")
         if settings["max_sessions"] is not None:
             raise UsageError(
                 f"`{tool_steps=}` with `max_sessions={settings['max_sessions']}`: a completion "

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.run.evaluation import Evaluated, check_scored, evaluate, never_correct
-from lit_rlsched.run.interrupts import begin_validation, count_epoch
+from lit_rlsched.run.interrupts import begin_validation
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.training.hooks import Drawing
@@ -36,7 +36,6 @@ class Rounds(_Loader):
         return self._run.settings.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerStep]:
-        count_epoch(self._run.trainer)
         yield from self._run.optimizer_steps()
 
 
@@ -49,7 +48,6 @@ class MicroBatches(_Loader):
     """
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        count_epoch(self._run.trainer)
         precision = self._run.trainer.precision_plugin
         for step in self._run.optimizer_steps():
             batches = iter(step)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
+from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.settings import UsageError
 
@@ -181,6 +182,10 @@ class Recorder(Callback):
 
     def __init__(self, record: RunRecord) -> None:
         self.record = record
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Count the epoch if Lightning has not."""
+        count_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Add the metrics of the round's last step, before a checkpoint is saved."""

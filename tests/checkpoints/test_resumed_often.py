@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from plain_module import Plain
 from seen_rounds import Rounds, weights
 
 from lit_rlsched.callbacks import RNGState, RoundCheckpoint
@@ -36,8 +37,10 @@ SAVES = {
 
 
 @pytest.mark.parametrize("saves", SAVES.values(), ids=SAVES)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_run_resumed_again_and_again_has_as_many_rounds(fit, tmp_path, saves, steps):
+@pytest.mark.parametrize(("steps", "automatic"), [(1, False), (2, False), (1, True)])
+def test_a_run_resumed_again_and_again_has_as_many_rounds(
+    fit, tmp_path, tiny_model, saves, steps, automatic
+):
     def run(stop, folder, path=None):
         rounds = Stop(stop)
         settings = {
@@ -49,7 +52,11 @@ def test_a_run_resumed_again_and_again_has_as_many_rounds(fit, tmp_path, saves, 
         trainer = module = None
         with suppress(Stopped):
             trainer, module, _ = fit(
-                callbacks=callbacks, trainer=settings, ckpt_path=path, steps_per_round=steps
+                Plain(tiny_model) if automatic else None,
+                callbacks=callbacks,
+                trainer=settings,
+                ckpt_path=path,
+                steps_per_round=steps,
             )
         return trainer, module, [round.number for round in rounds.rounds]
 

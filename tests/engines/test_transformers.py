@@ -258,7 +258,7 @@ def test_sliding_windows_are_refused() -> None:
 @pytest.mark.parametrize("slots", [2, 5, 20])
 def test_requests_that_come_back_find_their_cache(tiny_policy, slots, monkeypatch):
     """In turns that others interrupt, with replies between them: as if all were computed anew."""
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 40)
+    monkeypatch.setattr(engine_module, "MASK_SIZE", 400)
     rest = {
         f"r{i}": [[7 + (i + k) % 40] * (1 + (3 * i + k) % 9) for k in range(3)]
         for i in (*range(12),)

@@ -121,6 +121,29 @@ def test_sessions_of_a_server_are_those_of_completions(url):
 
 
 @pytest.mark.slow
+def test_a_lost_connection_costs_the_episode_and_not_the_next(url):
+    game = openenv(url, "guess")()
+    game.reset(seed=3)
+    assert game.guess(number=32) == "lower"
+    game._socket.close()
+    with pytest.raises(Exception, match=r"closed|sent 1000"):
+        game.guess(number=1)
+    with pytest.raises(RuntimeError, match="connection was lost"):
+        game.guess(number=1)
+    with pytest.raises(RuntimeError, match="was lost in an episode"):
+        game.get_reward()
+    game.reset(seed=3)
+    game._socket.close()  # the server begins anew between two episodes
+    assert game.reset(seed=3, highest=9) == "1 to 9" and game.get_reward() == 0.0
+    with pytest.raises(RuntimeError):
+        game.reset(seed=[{}])
+    assert game._socket is None
+    assert game.reset(seed=3, highest=9) == "1 to 9"
+    classes = {"a": openenv(url), "b": openenv(url.replace("127.0.0.1", "localhost"))}
+    assert len({reward.__name__ for reward in Environments(None, classes).rewards}) == 2
+
+
+@pytest.mark.slow
 def test_what_is_no_server_is_refused(url, monkeypatch):
     with pytest.raises(UsageError, match=r"no OpenEnv server answers at http://127.0.0.1:9/schema"):
         Environments(None, "http://127.0.0.1:9")

@@ -189,6 +189,24 @@ def test_trouble_costs_a_completion_and_the_run_goes_on(run, trouble):
         assert replies == []  # it does not fit
 
 
+def test_a_worker_that_ends_does_not_stop_rounds_whose_replies_have_their_step(run):
+    """Those who may have ended it are opened alone, one after the other."""
+    rows = [{**row, "trouble": "exit" if i % 3 == 0 else None} for i, row in enumerate(ROWS)]
+    _, rounds = run(
+        MicroGroupSampling(slots=6),
+        rows=rows,
+        rewards=[one],
+        environment_factory=Troubled,
+        tool_timeout=5.0,
+        tool_steps=3,
+        max_epochs=1,
+    )
+    for group in rounds[0].groups:
+        bad = group.prompt.columns["trouble"] is not None
+        called = ["tool_calls" in c.messages[0] for c in group.completions]
+        assert [c.dropped is not None for c in group.completions] == [bad and one for one in called]
+
+
 def test_one_session_is_enough(run):
     _, rounds = run(environment_factory=notes())
     _, few = run(environment_factory=notes(), max_sessions=1)
@@ -299,7 +317,7 @@ def test_import_paths_are_enough():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"tool_steps": -1}, "`tool_steps=-1`: use 0 or more"),
+        ({"tool_steps": 0}, "`tool_steps=0`: use 1 or more"),
         ({"tool_steps": 2, "max_sessions": 3}, "`tool_steps=2` with `max_sessions=3`"),
         ({"max_sessions": 0}, "`max_sessions=0`: use 1 or more"),
         ({"environment_workers": 0}, "`environment_workers=0`: use 1 or more"),
