@@ -1,9 +1,10 @@
 """Words, sizes and secrets in text."""
 
+import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.settings import UsageError
@@ -24,6 +25,19 @@ def printable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [printable(item) for item in value]
     return value
+
+
+def as_text(chat: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a text as it is, and a chat with a line for each message and its calls."""
+    if isinstance(chat, str):
+        return chat
+    lines = []
+    for message in chat:
+        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        calls = [f"{f.get('name')}({json.dumps(f.get('arguments'))})" for f in functions]
+        content = message.get("content") or ""
+        lines.append(f"{message.get('role')}: {' '.join(filter(None, [content, *calls]))}")
+    return "\n".join(lines)
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,8 +9,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lit_rlsched.callbacks.rollout_callback import run_of
-from lit_rlsched.data.messages import as_text
 from lit_rlsched.settings import RemembersInit, UsageError
+from lit_rlsched.text import as_text
 
 
 class CompletionWriter(RemembersInit, BasePredictionWriter):

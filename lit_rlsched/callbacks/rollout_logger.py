@@ -13,10 +13,9 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.data.messages import as_text
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.settings import check_count
-from lit_rlsched.text import counted, printable
+from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 

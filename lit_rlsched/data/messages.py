@@ -68,19 +68,6 @@ def _text_of(part: Any, number: int, role: str) -> str:
     return text
 
 
-def as_text(chat: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a text as it is, and a chat with a line for each message and its calls."""
-    if isinstance(chat, str):
-        return chat
-    lines = []
-    for message in chat:
-        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [f"{f.get('name')}({json.dumps(f.get('arguments'))})" for f in functions]
-        content = message.get("content") or ""
-        lines.append(f"{message.get('role')}: {' '.join(filter(None, [content, *calls]))}")
-    return "\n".join(lines)
-
-
 def without_none(value: Any) -> Any:
     """Return a value without the entries of its dicts that are None."""
     if isinstance(value, Mapping):

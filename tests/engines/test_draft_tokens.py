@@ -234,10 +234,10 @@ def test_no_draft_reaches_past_the_limit_or_a_pause(exact: PreTrainedModel) -> N
     engine = start(exact, Drafting(7, 16, f"{__name__}.Junk"))
     forward = engine._forward  # type: ignore[attr-defined]
 
-    def spy(ids, positions, mask=None):
+    def spy(ids, positions, mask=None, **how):
         if mask is not None:
             seen.append((int(positions.max()), ids.shape[1]))
-        return forward(ids, positions, mask)
+        return forward(ids, positions, mask, **how)
 
     engine._forward = spy  # type: ignore[attr-defined]
     run(
