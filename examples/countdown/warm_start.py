@@ -79,7 +79,9 @@ def make_tokenizer(questions: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, heads: int = 3, context: int = CONTEXT
+) -> Qwen3ForCausalLM:
     special = {
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
@@ -87,13 +89,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     }
     config = Qwen3Config(
         vocab_size=math.ceil(len(tokenizer) / 32) * 32,
-        hidden_size=96,
+        hidden_size=32 * heads,
         num_hidden_layers=4,
-        num_attention_heads=3,
+        num_attention_heads=heads,
         num_key_value_heads=1,
         head_dim=32,  # vLLM's CPU attention takes 32 or more
-        intermediate_size=288,
-        max_position_embeddings=CONTEXT,
+        intermediate_size=96 * heads,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         initializer_range=0.06,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

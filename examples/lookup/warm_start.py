@@ -9,21 +9,15 @@ thread.
 """
 
 import argparse
-import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
 
-from examples.countdown.warm_start import train
+from examples.countdown.warm_start import make_model, train
 from examples.lookup.lookup import LETTERS, Registry, row_of
 from lit_rlsched.cli.malloc import keep_heap
 
@@ -85,28 +79,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a model of 0.2 M parameters with random weights."""
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = Qwen3Config(
-        vocab_size=math.ceil(len(tokenizer) / 32) * 32,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # vLLM's CPU attention takes 32 or more
-        intermediate_size=192,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **special,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, **special)
-    return model
 
 
 def demonstration(rng: random.Random) -> list[dict[str, Any]]:
@@ -178,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, heads=2, context=CONTEXT)
     print(f"{len(tokenizer)} tokens, {model.num_parameters():,} parameters", flush=True)
     train(model, Demonstrations(tokenizer, args.seed), args.steps)
     model.save_pretrained(args.out)

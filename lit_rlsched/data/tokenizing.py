@@ -90,9 +90,9 @@ class PromptTokenizer:
         """Return the token ids of `whole` without the end that an environment may change."""
         if self._environments is None:
             return [*whole]
-        kept = [-_TAIL if self._arguments(row)[1] else None for row in rows]
-        pairs = zip(whole, kept, strict=True)
-        return [ids[:end] or ids[:1] for ids, end in pairs]
+        factories = [self._environments.of(row).factory for row in rows]
+        pairs = zip(whole, factories, strict=True)
+        return [ids if factory is None else ids[:-_TAIL] or ids[:1] for ids, factory in pairs]
 
     def whole(self, rows: Sequence[Row]) -> "list[array[int]]":
         """Return the token ids of each prompt, at most to the end of the last message's text.

@@ -43,8 +43,12 @@ class SlotCache:
         self._targets, self._length = None, length
         self._positions = positions
         self._slots_used = slice(len(positions)) if slots is None else slots
-        rows = torch.arange(len(positions)) if slots is None else torch.tensor(slots)
-        self._rows = rows.to(positions.device)[:, None]
+        device = positions.device  # in a decode step, nothing is copied from the host
+        if slots is None:
+            rows = torch.arange(len(positions), device=device)
+        else:
+            rows = torch.tensor(slots, device=device)
+        self._rows = rows[:, None]
         self._num_rows = len(positions) if slots is None else max(slots) + 1
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:

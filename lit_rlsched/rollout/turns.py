@@ -244,8 +244,9 @@ class Turns:
             due = self._due.get(sample.id)
             becomes = self._take(sample, answer)
             if becomes is not None:
-                self._due |= {} if due is None else {sample.id: due}  # also if it has left
                 self._answered[sample.id] = sample, becomes
+                if due is not None:  # also if it has left
+                    self._due[sample.id] = due
             if becomes == "over":  # unfinished, as long as it is not handed over
                 self._reasons[sample.id] = sample.completion.finish_reason
                 sample.completion.finish_reason = None
