@@ -59,7 +59,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
             the columns of the row and may return a text for the end of the prompt, other public
             methods are tools, and `get_reward`, if there is one, gives a reward. Or its import
             path, a function that makes such objects, the address of an OpenEnv server, or a dict of
-            several: then the column `environment` names that of a row.
+            several: then the column `environment` names that of a row. Rows need no `prompt` then,
+            and equal rows are kept: with `train_data=[{}] * 64` each pass has 64 tasks that `reset`
+            makes.
         max_tool_calling_iterations: Turns with calls that a completion may have; by default as many
             as fit into `max_completion_length`, which counts replies too.
         environment_workers: Number of processes that run tools; each runs many at once.

@@ -96,6 +96,8 @@ class Request:
     and all tokens so far as its prefix, it draws what it would have drawn without the pause."""
     expected: float | None = None
     """Predicted number of tokens that it will still draw."""
+    waits: float = 0.0
+    """Predicted number of decode steps for which its tools run, for each token that it draws."""
     later: bool = False
     """Whether it takes a slot only if no other request waits for one."""
     returns: bool = False
@@ -193,6 +195,10 @@ class Completion:
     """Values that reward functions passed to `log_metric`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Its turns and the replies of tools as chat messages, if it may call tools."""
+    waited: int = 0
+    """Decode steps that passed while its tools ran."""
+    environment_state: str = field(default="", repr=False)
+    """State of its environment after the last reply, if it gives one."""
     given: dict[int, Any] = field(default_factory=dict)
     """Results of reward functions that were called with its environment, by number."""
     failure: str | None = field(default=None, compare=False)

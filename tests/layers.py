@@ -11,7 +11,7 @@ PACKAGE = ROOT / "lit_rlsched"
 PLACES = (
     *("types", "_lazy", "settings", "text", "processes", "ranks"),
     *("scheduling", "engines", "rewards", "data", "environments", "rollout", "training", "run"),
-    *("callbacks", "datamodule", "module", "cli", "__init__", "__main__"),
+    *("callbacks", "datamodule", "module", "trl", "cli", "__init__", "__main__"),
 )
 """Files and folders of the root. Each imports those before it at most."""
 

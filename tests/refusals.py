@@ -431,11 +431,12 @@ TASKS = [
     ),
 ]
 
+NO_PROMPT = '{"prompt": "a"}\n{"question": "b"}'
 DATA = [
+    bad(read, r"a\.jsonl`, row 1 .*no column `prompt`.*question", "a.jsonl", NO_PROMPT),
     *(
         bad(read, rf"a\.jsonl`, line {says}", "a.jsonl", raw)
         for raw, says in (
-            ('{"prompt": "a"}\n{"question": "b"}', "2 .*no column `prompt`.*question"),
             ('{"prompt": "a"}\n{', "2 is not JSON"),
             ('{"prompt": " "}', "1 .*empty `prompt`"),
             ('{"prompt": "1"}\n{"prompt": ""}', "2 has an empty `prompt`"),

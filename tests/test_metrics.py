@@ -47,6 +47,7 @@ RARE = {
     **dict.fromkeys(
         (
             *("tools/call_frequency", "tools/failure_frequency", "tools/wait_ratio"),
+            "tools/trained_over_drawn_wait",
             *(f"dropped/environment_{why}" for why in ("raised", "timeout", "crashed")),
             *(f"dropped/environment_{why}" for why in ("out_of_memory", "observation", "reply")),
             "dropped/environment_diverged",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma4": "<|tool_response>"}
@@ -25,6 +25,23 @@ def tokenizer_of(name):
         eos_token=end,
         chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
     )
+
+
+def small_model(tokenizer):
+    """A random model for such a tokenizer."""
+    config = Qwen3Config(
+        vocab_size=288,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 def of_family(name, table):

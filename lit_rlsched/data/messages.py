@@ -9,6 +9,8 @@ from lit_rlsched.settings import UsageError, check_template_kwargs
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs", "environment")
 """Columns that decide the tokens of a prompt."""
+NO_PROMPT = [{"role": "user", "content": ""}]
+"""The chat of a row without `prompt`, as in TRL: its environment says what follows."""
 _INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys that a message may have in place of a content."""
 
@@ -17,15 +19,23 @@ strftime_now = datetime.now().strftime
 """For templates that show the date: it must not change during a run."""
 
 
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """Return the prompt of a normalized row."""
+    return row.get("prompt", NO_PROMPT)
+
+
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose messages have no None and a string as `content`.
 
-    Arrow gives a message every key that another one has, with the value None.
+    Arrow gives a message every key that another one has, with the value None; so it does with a
+    row's `prompt`.
 
     Raises:
         UsageError: the messages are not usable; the text begins with a verb, for a row's name.
     """
-    prompt = row["prompt"]
+    prompt = row.get("prompt")
+    if prompt is None:
+        return {name: value for name, value in row.items() if name != "prompt"}
     if isinstance(prompt, str):
         return row if type(row) is dict else {**row}
     return {**row, "prompt": [_message(*numbered) for numbered in enumerate(prompt)]}
@@ -99,7 +109,7 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
     begins = given.pop("add_generation_prompt", None)
     goes_on = given.pop("continue_final_message", None)
     if goes_on is None:
-        goes_on = not begins and row["prompt"][-1]["role"] == "assistant"
+        goes_on = not begins and prompt_of(row)[-1]["role"] == "assistant"
     if goes_on:  # not every tokenizer knows the argument
         given["continue_final_message"] = goes_on
     return {**given, "add_generation_prompt": not goes_on if begins is None else begins}

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
+from lit_rlsched.data.messages import NO_PROMPT, prompt_of
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
@@ -67,7 +68,7 @@ class Prompts(Sequence[Prompt]):
 
     def _prompt(self, number: int, row: Row, token_ids: list[int]) -> Prompt:
         uid = self._rows.uids[number].as_py()
-        return Prompt(uid, row["prompt"], tuple(token_ids), other_columns(row))
+        return Prompt(uid, prompt_of(row), tuple(token_ids), other_columns(row))
 
     def subset(self, positions: Sequence[int]) -> "Prompts":
         """Return the prompts at these positions."""
@@ -197,11 +198,16 @@ def tokenize(
         except ValueError as error:
             raise UsageError(f"`{name}_data`: {error}") from error
     train = sets.pop("train", None)
-    if train is not None and "val" in sets and (shared := sets["val"].also_in(train)):
-        rank_zero_warn(
-            f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
-            f"{str(sets['val'][shared[0]].text)[:80]!r}: the validation figures are not held out."
-        )
+    if train is not None and "val" in sets:
+        shared = [sets["val"][i] for i in sets["val"].also_in(train)]
+        if environments is not None:  # some make the task themselves
+            known = (p for p in shared if p.text != NO_PROMPT)
+            shared = [p for p in known if not environments.of(p.columns).seeded]
+        if shared:
+            rank_zero_warn(
+                f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
+                f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
+            )
     return PromptSets([] if train is None else train, sets)
 
 
@@ -238,7 +244,7 @@ def make_prompts(
     if len(duplicates):
         warnings.warn(
             f"{len(duplicates)} of {len(table)} rows repeat an earlier row and are left out (the "
-            f"first is row {duplicates[0]}: {str(table[int(duplicates[0])]['prompt'])[:80]!r}). "
+            f"first is row {duplicates[0]}: {str(prompt_of(table[int(duplicates[0])]))[:80]!r}). "
             "Give every row a `uid` to keep them.",
             stacklevel=2,
         )

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from lit_rlsched.data.messages import PROMPT_COLUMNS, normalized
+from lit_rlsched.data.messages import PROMPT_COLUMNS, normalized, prompt_of
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import stable_hash
 
@@ -180,6 +180,8 @@ class RowTable(Sequence[Row]):
         if not pa.types.is_struct(rows.type):
             return [*map(_decoded, rows.to_pylist())]
         names = [name for name in PROMPT_COLUMNS if rows.type.get_field_index(name) >= 0]
+        if not names:
+            return [{}] * len(rows)
         columns = [pc.struct_field(rows, name).to_pylist() for name in names]
         return [
             normalized(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)
@@ -247,6 +249,21 @@ class RowTable(Sequence[Row]):
             )
         return np.flatnonzero(first == numbers), repeated
 
+    def told_apart(self) -> "RowTable":
+        """Return the table with another uid for each of equal rows: its own, `UID-1`, `UID-2`..."""
+        first = _first(self.uids)
+        repeated = first != np.arange(len(self))
+        repeated &= ~self._table["given"].to_numpy()
+        uids, found = self.uids.to_pylist() if repeated.any() else [], Counter[int]()
+        for number in np.flatnonzero(repeated).tolist():
+            found[first[number]] += 1
+            uids[number] += f"-{found[first[number]]}"
+        if not uids:
+            return self
+        place = self._table.schema.get_field_index("uid")
+        table = self._table.set_column(place, "uid", pa.array(uids, pa.string()))
+        return RowTable(table, self.key, self._objects)
+
 
 def _decoded(row: Any) -> Row:
     return normalized(json.loads(row) if isinstance(row, str) else row)
@@ -265,7 +282,7 @@ def record_batch(
     """Make a batch of a table.
 
     Args:
-        rows: Normalized rows, each with a prompt.
+        rows: Normalized rows.
         first: Number of the first row.
         stored: The same rows as JSON or as a struct.
     """
@@ -274,7 +291,7 @@ def record_batch(
     for number, row in enumerate(rows, start=first):
         uids.append(row_uid(row, number))
         given.append(row.get("uid") is not None)
-        form = not isinstance(row["prompt"], str), tuple(row)
+        form = not isinstance(prompt_of(row), str), tuple(row)
         if form not in named:
             named[form] = json.dumps([form[0], [str(name) for name in form[1]]])
         names.append(named[form])

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
-_FORMAT = "rows-3"
+_FORMAT = "rows-4"
 """Changes when rows are stored in another way."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
@@ -34,7 +35,7 @@ _AS_STORED = ("Value", "ClassLabel", "Translation", "TranslationVariableLanguage
 """Features of `datasets` whose values Arrow stores as they are."""
 
 
-def load_rows(spec: Rows | Any) -> RowTable:
+def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     """Read rows that have a `prompt`, optionally a `uid`, and columns for the reward functions.
 
     The first call writes them to an Arrow file in the cache of `datasets`; further calls on the
@@ -46,10 +47,21 @@ def load_rows(spec: Rows | Any) -> RowTable:
 
     Args:
         spec: See `Rows`. Of a `DatasetDict`, saved or not, the split `train` is read.
+        has_objects: Whether each completion has an object of an environment, which may make a task
+            of its own for each row. Then rows need no `prompt`, and equal rows are kept.
 
     Raises:
         UsageError: a row is not usable; the message names the data set, the row and the column.
     """
+    table = _load(spec)
+    if has_objects:
+        return table.told_apart()
+    for columns, number in table.column_sets.items():
+        check_prompt(columns, _at(name_of(spec), number))
+    return table
+
+
+def _load(spec: Rows | Any) -> RowTable:
     if isinstance(spec, str | Path):
         return _read(str(spec))
     spec = _one_split(spec, type(spec).__name__)
@@ -309,10 +321,29 @@ def _check_some(number: int, name: str) -> None:
 
 
 def _checked(rows: Sequence[Any], name: str, first: int = 0) -> list[Row]:
-    def at(number: int) -> str:
-        return f"`{name}`, row {number} (the first is 0)"
-
+    at = partial(_at, name)
     return [check_row(row, number, at) for number, row in enumerate(rows, start=first)]
+
+
+def _at(name: str, number: int) -> str:
+    return f"`{name}`, row {number} (the first is 0)"
+
+
+def check_prompt(columns: Collection[Any], at: str) -> None:
+    """Refuse a row without a prompt.
+
+    Args:
+        columns: Its columns.
+        at: Says where it is.
+
+    Raises:
+        UsageError: `prompt` is none of them.
+    """
+    if "prompt" not in columns:
+        raise UsageError(
+            f"{at} has no column `prompt`; its columns are {sorted(map(str, columns))}. Rename the "
+            "one that holds the prompt."
+        )
 
 
 def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
@@ -332,18 +363,14 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
         return row  # most rows: the checks below take four times as long
     if not isinstance(row, Mapping):
         raise UsageError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
-    if "prompt" not in row:
-        raise UsageError(
-            f"{at(number)} has no column `prompt`; its columns are "
-            f"{sorted(map(str, row))}. Rename the one that holds the prompt."
-        )
     if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
         raise UsageError(
             f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
             "without it. Leave such rows out. If the prompt does not need it, remove the column, "
             "or rename it if a reward function does."
         )
-    prompt = row["prompt"]
+    if (prompt := row.get("prompt")) is None:
+        return normalized(row)
     chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
     if not isinstance(prompt, str) and not chat:
         raise UsageError(

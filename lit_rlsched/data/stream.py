@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from lit_rlsched.data.messages import prompt_of
 from lit_rlsched.data.row_table import Row, other_columns, row_uid
-from lit_rlsched.data.rows import check_row, is_json
+from lit_rlsched.data.rows import check_prompt, check_row, is_json
 from lit_rlsched.data.source import Draw, check_same_order
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt
@@ -62,6 +63,7 @@ class StreamSource:
         max_prompt_length: Maximum number of tokens per prompt.
         seed: Seed of the order.
         shuffle: Whether to shuffle with a buffer of 1,000 rows.
+        has_objects: See `load_rows`.
     """
 
     domains: Collection[str | None] = (None,)
@@ -75,6 +77,7 @@ class StreamSource:
         max_prompt_length: int,
         seed: int,
         shuffle: bool,
+        has_objects: bool = False,
     ) -> None:
         self._stream = stream
         self._tokenize = tokenize
@@ -82,6 +85,7 @@ class StreamSource:
         self.max_prompt_length = max_prompt_length
         self.seed = seed
         self.shuffle = shuffle
+        self.has_objects = has_objects
         self._deferred: list[Draw] = []
         self._begin(0)
 
@@ -105,6 +109,10 @@ class StreamSource:
             return None
         row = check_row(row, self.offset, self._at)
         uid = row_uid(row, self.offset)
+        if not self.has_objects:
+            check_prompt(row, self._at(self.offset))
+        elif row.get("uid") is None:
+            uid += f"-{self.offset}"  # equal rows are different tasks
         self.offset += 1
         self._uids.update(uid.encode() + b"\x1f")
         return uid, row
@@ -135,13 +143,15 @@ class StreamSource:
                 "the model's context, less `max_completion_length`. Prompts are never cut: leave "
                 "the row out (`stream.filter(...)`), or make room."
             )
-        return Prompt(uid, row["prompt"], tuple(token_ids), columns)
+        return Prompt(uid, prompt_of(row), tuple(token_ids), columns)
 
     def first(self, number: int) -> list[Prompt]:
         """Return the first prompts of the first pass; the position stays where it is."""
         args = (self._stream, self._tokenize, self._check)
         limits: dict[str, Any] = {"max_prompt_length": self.max_prompt_length}
-        peek = StreamSource(*args, **limits, seed=self.seed, shuffle=False)
+        peek = StreamSource(
+            *args, **limits, seed=self.seed, shuffle=False, has_objects=self.has_objects
+        )
         rows = (peek._next() for _ in range(number))
         return [peek._prompt(*row) for row in rows if row is not None]
 

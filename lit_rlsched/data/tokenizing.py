@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from lit_rlsched.data.messages import template_arguments, tool_arguments
+from lit_rlsched.data.messages import prompt_of, template_arguments, tool_arguments
 from lit_rlsched.data.row_table import BATCH, Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
@@ -39,7 +39,10 @@ class RowTools(Protocol):
         """Everything that decides the tokens of prompts."""
 
     def of(self, columns: Mapping[str, Any]) -> Any:
-        """Return an object with the tools' `schemas`, and a `factory` if it adds to the prompt."""
+        """Return an object with the tools' `schemas`, and a `factory` if it adds to the prompt.
+
+        It is `seeded` if a task is made of a number.
+        """
 
 
 class PromptTokenizer:
@@ -104,14 +107,14 @@ class PromptTokenizer:
             UsageError: the tokenizer has no chat template for chat messages, or a row has arguments
                 that are not for one.
         """
-        prompts = [row["prompt"] for row in rows]
+        prompts = [*map(prompt_of, rows)]
         if self._environments is not None and any(isinstance(p, str) for p in prompts):
             raise UsageError(
                 "A prompt is a string, and tools are called in chats. Make it a list of messages: "
                 '`[{"role": "user", "content": ...}]`.'
             )
         strings = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
-        chats = self._of_chats([row for row in rows if not isinstance(row["prompt"], str)])
+        chats = self._of_chats([row for row in rows if not isinstance(prompt_of(row), str)])
         ids = dict(zip(strings, self._of_strings(strings), strict=True))
         return [ids[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts]
 
@@ -142,7 +145,7 @@ class PromptTokenizer:
                     "prompts that are strings, or an instruction-tuned model."
                 )
             template = partial(self._tokenizer.apply_chat_template, **given)
-            chats = [row["prompt"] for row in some]
+            chats = [*map(prompt_of, some)]
             if observes:
                 yield from self._begun([_marked(chat) for chat in chats], template)
                 continue
@@ -285,7 +288,7 @@ def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.Re
             except Exception as error:
                 raise UsageError(
                     f"The prompt of row {number} cannot be tokenised: {error} "
-                    f"The prompt is {str(row['prompt'])[:80]!r}."
+                    f"The prompt is {str(prompt_of(row))[:80]!r}."
                 ) from error
         raise
     hashes = b"".join(blake2b(one, digest_size=8).digest() for one in whole)

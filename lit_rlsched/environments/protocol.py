@@ -16,6 +16,8 @@ COLUMN = "environment"
 """Column that names the environment of a row, if there are several."""
 _OWN = ("reset", "get_reward")
 """Public methods that are no tools."""
+_STATE = ("state_dict", "load_state_dict")
+"""Nor are these, if there are both."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Environment:
         schemas: JSON schema of each tool, for the chat template.
         methods: Names of the tools that are methods of the object.
         seeded: Whether `reset` has an argument `seed`.
+        has_state: Whether objects have `state_dict` and `load_state_dict`.
     """
 
     name: str | None
@@ -35,6 +38,7 @@ class Environment:
     schemas: tuple[dict[str, Any], ...]
     methods: tuple[str, ...] = ()
     seeded: bool = False
+    has_state: bool = False
 
 
 def own_reward(kind: type) -> Reward:
@@ -124,7 +128,9 @@ class Environments:
                 f"`{what}`: {kind.__name__} has no method `reset`. It begins each completion: it "
                 "gets the columns of the row, and returns None or a text for the prompt's end."
             )
-        methods = [m for m in members if m not in _OWN and not m.startswith("_")]
+        keeps = all(name in members for name in _STATE)
+        own_names = _OWN + _STATE * keeps
+        methods = [m for m in members if m not in own_names and not m.startswith("_")]
         if twice := sorted({*methods} & {*self.tools}):
             raise UsageError(
                 f"`{twice[0]}` is a tool and a method of {kind.__name__}. Calls go by the name: "
@@ -137,7 +143,13 @@ class Environments:
             schemas + own,
             tuple(methods),
             "seed" in inspect.signature(members["reset"]).parameters,
+            keeps,
         )
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether each completion has an object, and not tools alone."""
+        return bool(self._kinds)
 
     @property
     def rewards(self) -> list[Reward]:

@@ -47,6 +47,8 @@ class Answer(NamedTuple):
     results of functions by number."""
     failure: str | None
     """Begins with `raised`, `timeout`, `crashed` or `out_of_memory`."""
+    state: str = ""
+    """State of the environment after that, if its class gives one; `open` takes it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +167,7 @@ class EnvironmentScheduler:
         self._setup = {
             "pickled": self._pickled(),
             "methods": {n: e.methods for n, e in self.environments.by_name.items()},
+            "with_state": {n for n, e in self.environments.by_name.items() if e.has_state},
             "timeout": self.timeout,
             "offered": self._rewards.offered if self._rewards else (),
         }
@@ -202,18 +205,21 @@ class EnvironmentScheduler:
         self._selector.register(worker.process.connection, selectors.EVENT_READ, worker)
         return worker
 
-    def open(self, key: Hashable, name: str | None, columns: Mapping[str, Any]) -> None:
+    def open(
+        self, key: Hashable, name: str | None, columns: Mapping[str, Any], state: str = ""
+    ) -> None:
         """Begin a session; the answer is the observation of `reset`, or None.
 
         Args:
             key: Names the session.
             name: Name of the environment.
             columns: Arguments of `reset`.
+            state: See `Answer`; it is loaded in place of a call of `reset`.
         """
         assert key not in self._sessions, f"{key} is open"
         self.start()
         self._numbers += 1
-        opening = (name, dict(columns))
+        opening = (name, dict(columns), state)
         session = _Session(key, self._numbers, opening, key in self._suspects, waits_for="open")
         self._sessions[key] = session
         self._queue.append(session)
@@ -345,7 +351,9 @@ class EnvironmentScheduler:
         else:
             self._take(worker, *fields)
 
-    def _take(self, worker: _Worker, number: int, result: Any, failure: str | None) -> None:
+    def _take(
+        self, worker: _Worker, number: int, result: Any, failure: str | None, state: str
+    ) -> None:
         session = worker.sessions.get(number)
         if session is None or session.waits_for is None:
             return
@@ -363,7 +371,7 @@ class EnvironmentScheduler:
         if failure is not None and failure.startswith("out_of_memory"):
             self._replace(worker, {number: failure})  # it may still hold the memory
             return
-        self._answers.append(Answer(session.key, what, result, failure))
+        self._answers.append(Answer(session.key, what, result, failure, str(state)))
         if failure is not None:
             del self._sessions[session.key]
             self._leave(session)
@@ -438,7 +446,7 @@ def _message(data: bytes) -> list[Any]:
     Raises:
         BadMessage: a worker sends no such message.
     """
-    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 3, "pong": 0}
+    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 4, "pong": 0}
     try:
         message = json.loads(data.decode())
     except (ValueError, RecursionError):

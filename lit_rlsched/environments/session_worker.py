@@ -1,6 +1,7 @@
 """Process that holds environments and calls tools. Run as a script; without torch."""
 
 import asyncio
+import base64
 import json
 import os
 import pickle
@@ -11,9 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -31,6 +35,8 @@ del sys.path[0]
 
 MAX_REPLY = 4 << 20
 """Characters of a reply that are sent: more never fit into a completion."""
+MAX_STATE = 32 << 20
+"""Bytes of a state."""
 THREADS = 256
 """Sync calls that may run at the same time."""
 STACK = 1 << 20
@@ -63,6 +69,8 @@ class Sessions:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str | None, Callable[[], Any]] = {}
         self._methods: dict[str | None, Sequence[str]] = {}
+        self._with_state: set[str | None] = set()
+        """Names of environments whose state is sent with each answer."""
         self._rewards: dict[int, Callable[..., Any]] = {}
         """Reward functions by number."""
         self._offered: Sequence[set[str]] = ()
@@ -85,7 +93,7 @@ class Sessions:
         sys.argv[1:] = []
         WITHHELD.update(setup["withheld"])
         self._methods, self._timeout = setup["methods"], setup["timeout"]
-        self._offered = setup["offered"]
+        self._with_state, self._offered = setup["with_state"], setup["offered"]
         for what, name, pickled in setup["pickled"]:
             self._send("loading", f"{what} {name}")
             try:
@@ -143,6 +151,7 @@ class Sessions:
     async def _answer(self, what: str, key: int, *given: Any) -> None:
         failure: str | None = None
         result: Any = None
+        state = ""
         try:
             if what == "open":
                 result = await self._open(key, *given)
@@ -150,6 +159,8 @@ class Sessions:
                 result = await self._call(self._sessions[key], *given)
             else:
                 result = await self._reward(self._sessions[key], *given)
+            if what != "reward" and self._sessions[key].name in self._with_state:
+                state = _packed(await self._run(self._sessions[key].instance.state_dict))
         except MemoryError as error:
             traceback.clear_frames(error.__traceback__)  # frees memory for the report
             failure = f"out_of_memory: {describe(error)}"
@@ -157,22 +168,26 @@ class Sessions:
             failure = f"timeout: no answer within {self._timeout:g} s"
         except BaseException as error:
             failure = f"raised: {describe(error)}"
-        self._send("answer", key, result, failure)
+        self._send("answer", key, result, failure, state)
 
-    async def _open(self, key: int, name: str | None, columns: dict[str, Any]) -> str | None:
-        """Begin a session, and return what `reset` has returned.
+    async def _open(
+        self, key: int, name: str | None, columns: dict[str, Any], state: str
+    ) -> str | None:
+        """Begin a session, and return what `reset` has returned, or load a state in its place.
 
         Raises:
             TypeError: it is no text.
         """
-        instance, tools = None, self._tools
+        instance, tools, observation = None, self._tools, None
         if name in self._factories:
             idle = self._idle.get(name)
             instance = idle.pop() if idle else await self._run(self._factories[name])
-            observation = await self._run(instance.reset, **columns)
+            if state:
+                kept = pickle.loads(base64.b64decode(state))
+                await self._run(partial(instance.load_state_dict, kept))
+            else:
+                observation = await self._run(instance.reset, **columns)
             tools = tools | {method: getattr(instance, method) for method in self._methods[name]}
-        else:
-            observation = None
         self._sessions[key] = Session(name, instance, tools)
         return None if observation is None else text_of(observation)
 
@@ -244,6 +259,18 @@ class Sessions:
         """Send answers in a thread: the trainer may send before it reads."""
         while True:
             self._connection.send_bytes(self._outbox.get())
+
+
+def _packed(state: Any) -> str:
+    """Return a state as text.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    pickled = cloudpickle.dumps(state)  # classes of the user's script too
+    if len(pickled) > MAX_STATE:
+        raise ValueError(f"`state_dict` returned {len(pickled)} bytes; at most {MAX_STATE} fit")
+    return base64.b64encode(pickled).decode()
 
 
 def text_of(reply: Any) -> str:

@@ -19,6 +19,8 @@ class Attempt(NamedTuple):
     finished: bool
     first: bool = True
     """Whether the completion was never discarded before."""
+    waited: int = 0
+    """Decode steps that passed while its tools ran."""
 
 
 @dataclass(slots=True)
@@ -178,7 +180,8 @@ def settle(
 
 def attempt(completion: Completion) -> Attempt:
     """Return the completion's current length, as an attempt."""
-    return Attempt(completion.drawn, completion.finished, not completion.attempts)
+    first = not completion.attempts
+    return Attempt(completion.drawn, completion.finished, first, completion.waited)
 
 
 def mean_length(attempts: Sequence[Attempt]) -> float:
@@ -214,6 +217,20 @@ def length_bias(trained: Sequence[int], drawn: Sequence[Attempt]) -> float:
         trained = [min(tokens, most) for tokens in trained]
     cut = [Attempt(min(a.tokens, most), a.finished or a.tokens > most) for a in drawn]
     return fmean(trained) / mean_length(cut)
+
+
+def wait_bias(trained: Sequence[Attempt], drawn: Sequence[Attempt]) -> float | None:
+    """Return how long tools ran for each token trained on, over that of each token drawn.
+
+    Slow tools let a completion miss the end of a round; 1.0 means no bias. None: no tool ran.
+    """
+
+    def rate(attempts: Sequence[Attempt]) -> float:
+        return sum(a.waited for a in attempts) / max(1, sum(a.tokens for a in attempts))
+
+    if not trained or not any(a.waited for a in drawn):
+        return None
+    return rate(trained) / rate(drawn)
 
 
 @dataclass(slots=True)

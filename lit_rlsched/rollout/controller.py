@@ -418,8 +418,9 @@ class RolloutController:
         """Write predicted lengths into the requests."""
         assert self._lengths is not None
         for sample, expected in zip(samples, self._lengths.expect(samples), strict=True):
-            request = self._live[sample.id][1]
-            self._live[request.id] = sample, replace(request, expected=expected)
+            waits = 0.0 if self.turns is None else self._lengths.waits(sample)
+            request = replace(self._live[sample.id][1], expected=expected, waits=waits)
+            self._live[request.id] = sample, request
 
     def _take(self, events: Iterable[Event]) -> list[Sample]:
         """Apply events to their completions, and return the samples that finished."""
@@ -437,7 +438,8 @@ class RolloutController:
             if self.turns is not None:
                 for sample in finished:
                     del live[sample.id]
-                finished = self._go_on_as((s, self.turns.ended(s)) for s in finished)
+                step = self.worker.trace.decode_steps
+                finished = self._go_on_as((s, self.turns.ended(s, step)) for s in finished)
             self._finish(finished)
         if paused:
             self._go_on(paused)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from lit_rlsched.data.messages import NO_PROMPT
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
@@ -65,6 +66,8 @@ class Turns:
         """What becomes of completions whose environments have answered, by id."""
         self._due: dict[str, tuple[int, int]] = {}
         """Decode step in which a completion goes on, and its place among all calls, by id."""
+        self._called: dict[str, int] = {}
+        """Decode step in which a completion has called its tools, by id."""
         self._places = count()
         self._step = self._skipped = 0
         """Decode steps of the round, and steps that nothing had to be decoded in."""
@@ -78,6 +81,10 @@ class Turns:
         """Number of completions that wait for their environment."""
         return len(self._waiting) + len(self._answered)
 
+    @property
+    def _now(self) -> int:
+        return self._step + self._skipped
+
     def _of(self, sample: Sample) -> Environment:
         return self._environments.of(sample.group.prompt.columns)
 
@@ -85,15 +92,25 @@ class Turns:
         """Open a session for a completion that is to begin, or to go on.
 
         The tokens of one that goes on tell what its environment was called with: it is called again
-        and must answer the same. If it does not, the completion begins anew.
+        and must answer the same. If it does not, the completion begins anew. An environment that
+        has given its state gets it back instead.
         """
         completion = sample.completion
-        completion.messages, completion.finish_reason = [], None
-        completion.dropped, completion.failure, completion.given = None, None, {}
-        if completion.token_ids:
-            self._repeats[sample.id] = _Repeat(turns_of(completion))
+        completion.finish_reason = completion.dropped = completion.failure = None
+        completion.given = {}
         environment, prompt = self._of(sample), sample.group.prompt
-        columns: dict[str, Any] = {"prompt": prompt.text, **prompt.columns}
+        goes_on = environment.has_state and bool(completion.token_ids)
+        state = completion.environment_state if goes_on else ""
+        if state:
+            replies = [i for i, m in enumerate(completion.messages, 1) if m["role"] == "tool"]
+            completion.messages = completion.messages[: max(replies, default=0)]
+        else:
+            completion.messages = []
+        if completion.token_ids:
+            turns = [] if state else turns_of(completion)
+            self._repeats[sample.id] = _Repeat(turns, restored=bool(state))
+        given = {} if prompt.text == NO_PROMPT else {"prompt": prompt.text}
+        columns: dict[str, Any] = {**given, **prompt.columns}
         if self._environments.several:
             del columns[COLUMN]
         if environment.seeded:
@@ -103,12 +120,12 @@ class Turns:
         self.counts["begun"] += sample.id not in self._repeats
         self._open[sample.id] = sample
         self._wait_for(sample)
-        self._scheduler.open(sample.id, environment.name, columns)
+        self._scheduler.open(sample.id, environment.name, columns, state)
 
     def _wait_for(self, sample: Sample) -> None:
         self._waiting.add(sample.id)
         if self.tool_steps is not None:
-            due = self._step + self._skipped + self.tool_steps
+            due = self._now + self.tool_steps
             self._due.setdefault(sample.id, (due, next(self._places)))
 
     def begin_round(self, step: int) -> None:
@@ -117,14 +134,19 @@ class Turns:
         self._step, self._skipped = step, 0
         self._waited, self._noted = 0.0, time.perf_counter()
 
-    def ended(self, sample: Sample) -> Next | None:
+    def ended(self, sample: Sample, step: int | None = None) -> Next | None:
         """Ask the environment of a completion whose turn has ended, if there is something to ask.
 
         It calls tools, or it is over and reward functions are called with its environment.
 
+        Args:
+            sample: The completion.
+            step: Decode steps of the engine, if they are known.
+
         Returns:
             What becomes of the completion; None if it waits for an answer.
         """
+        self._step = self._step if step is None else step
         if sample.id in self._lost:
             self._lost.remove(sample.id)
             return "lost"
@@ -135,6 +157,7 @@ class Turns:
             self.counts["calls"] += len(calls)
             completion.finish_reason = None
             self._wait_for(sample)
+            self._called[sample.id] = self._now
             self._scheduler.call(sample.id, calls)
             return None
         return self._end(sample)
@@ -193,6 +216,10 @@ class Turns:
             self._reasons[sample.id] = sample.completion.finish_reason
             sample.completion.finish_reason = None
             return None
+        return self._over(sample)
+
+    def _over(self, sample: Sample) -> Next:
+        sample.completion.environment_state = ""
         self.leave(sample)
         return "over"
 
@@ -204,20 +231,20 @@ class Turns:
             idle: Whether nothing decodes.
         """
         self._collect()
+        self._step = step
         if self.tool_steps is None:
             return idle and bool(self._waiting) and not self._answered
-        self._step = step
         blocked = self._scheduler.needs_another_to_end
         due = {i: at for i, (at, _) in self._due.items() if not blocked(i)}
         if idle and due:
-            self._skipped += max(0, min(due.values()) - step - self._skipped)
-        late = any(at <= step + self._skipped for i, at in due.items() if i in self._waiting)
+            self._skipped += max(0, min(due.values()) - self._now)
+        late = any(at <= self._now for i, at in due.items() if i in self._waiting)
         return late or (idle and not due and bool(self._waiting))
 
     def poll(self) -> Iterator[tuple[Sample, Next]]:
         """Yield completions that go on, and what becomes of them."""
         self._collect()
-        now = self._step + self._skipped
+        now = self._now
         due = {i: self._due.get(i, (now, 0)) for i in self._answered}
         for i in sorted(due, key=due.__getitem__):
             sample, becomes = self._answered[i]
@@ -225,6 +252,7 @@ class Turns:
                 yield self._answered.pop(i)
             elif due[i][0] <= now:
                 self._due.pop(i, None)
+                self._count_wait(sample)
                 if becomes == "over":
                     sample.completion.finish_reason = self._reasons.pop(i)
                 yield self._answered.pop(i)
@@ -257,21 +285,20 @@ class Turns:
             self.leave(sample)
             return "lost"
         if answer.failure is not None:
-            self.leave(sample)
             return self._drop(sample, *answer.failure.split(":", 1))
         if answer.what == "open":
-            return self._begun(sample, answer.result)
+            return self._begun(sample, answer.result, answer.state)
         if answer.what == "call":
-            return self._replied(sample, answer.result)
+            return self._replied(sample, answer.result, answer.state)
         sample.completion.given = answer.result
-        self.leave(sample)
-        return "over"
+        return self._over(sample)
 
-    def _begun(self, sample: Sample, observation: str | None) -> Next | None:
+    def _begun(self, sample: Sample, observation: str | None, state: str) -> Next | None:
         """Append the end of the prompt, with what `reset` has returned."""
         environment, prompt = self._of(sample), sample.group.prompt
         repeats = sample.id in self._repeats
-        if environment.factory is None:  # the prompt is whole
+        restored = repeats and self._repeats[sample.id].restored
+        if environment.factory is None or restored:  # the prompt is whole
             return self._repeat(sample) if repeats else "decodes"
         assert not isinstance(prompt.text, str), "checked at the start"
         schemas = environment.schemas
@@ -279,14 +306,16 @@ class Turns:
         begun, more = tuple(ids[: len(prompt.token_ids)]), ids[len(prompt.token_ids) :]
         fits = len(more) < sample.group.sampling.max_completion_length
         if begun != prompt.token_ids or not fits:
-            self.leave(sample)
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
         if repeats:
             return self._same(sample, more)
         sample.completion.take_reply(more)
+        sample.completion.environment_state = state
         return "decodes"
 
-    def _replied(self, sample: Sample, replies: Sequence[tuple[str, str, bool]]) -> Next | None:
+    def _replied(
+        self, sample: Sample, replies: Sequence[tuple[str, str, bool]], state: str
+    ) -> Next | None:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
         completion, repeats = sample.completion, sample.id in self._repeats
         self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
@@ -296,7 +325,6 @@ class Turns:
         try:
             ids = self._chat.reply(messages, room, sample.group.prompt.columns)
         except Exception as error:  # what a template raises has many types
-            self.leave(sample)
             return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
         if repeats:
             completion.messages += messages
@@ -306,6 +334,7 @@ class Turns:
             return self._end(sample)
         completion.messages += messages
         completion.take_reply(ids)
+        completion.environment_state = state
         if len(ids) < room:
             return "decodes"
         completion.finish_reason = "length"
@@ -315,12 +344,22 @@ class Turns:
         completion = sample.completion
         completion.dropped, completion.failure = f"environment_{kind}", why
         completion.finish_reason = completion.finish_reason or "stop"
-        return "over"
+        return self._over(sample)
+
+    def _count_wait(self, sample: Sample) -> None:
+        """Count the decode steps since a call; with `tool_steps` each reply has taken as many."""
+        called, completion = self._called.pop(sample.id, self._now), sample.completion
+        if self.tool_steps is None:
+            completion.waited += self._now - called
+        else:
+            replies = sum(author == ENVIRONMENT for author, _ in completion.segments[1:])
+            completion.waited = self.tool_steps * replies
 
     def leave(self, sample: Sample) -> None:
         """End the session of a completion, whatever it waits for."""
         self._lost.discard(sample.id)
         self._reasons.pop(sample.id, None)
+        self._count_wait(sample)
         for by_id in (self._repeats, self._answered, self._due):
             by_id.pop(sample.id, None)
         if self._open.pop(sample.id, None) is not None:
@@ -329,9 +368,11 @@ class Turns:
 
     def end_round(self) -> None:
         """End all sessions."""
+        for sample in [*self._open.values(), *(s for s, _ in self._answered.values())]:
+            self._count_wait(sample)
         for of_ids in (self._open, self._waiting, self._reasons, self._lost, self._repeats):
             of_ids.clear()
-        for by_id in (self._answered, self._due):
+        for by_id in (self._answered, self._due, self._called):
             by_id.clear()
         self._scheduler.end_round()
 
@@ -371,6 +412,8 @@ class _Repeat:
     """Turns to come."""
     at: int = 0
     """Tokens before the reply that comes next."""
+    restored: bool = False
+    """Whether its environment has got its state back, so that no call has to be made."""
 
 
 def turns_of(completion: Completion) -> list[tuple[int, int]]:

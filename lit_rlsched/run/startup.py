@@ -112,6 +112,7 @@ class Startup:
                 max_prompt_length=min(context, settings.micro_batch_tokens) - limit,
                 seed=settings.seed,
                 shuffle=settings.shuffle,
+                has_objects=settings.has_objects,
             )
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()

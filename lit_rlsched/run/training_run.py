@@ -221,7 +221,8 @@ class TrainingRun:
             )
         if name not in self.rows:
             streamed = name == "train" and is_stream(data)
-            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data)
+            made = self.settings.has_objects
+            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data, made)
         try:
             rewards.check_columns(self.rows[name], f"{name}_data")
         except ValueError as error:

@@ -17,10 +17,11 @@ REPLAN_SHARE = 1 / 8
 KEYS: dict[Order, Callable[[Request], float]] = {
     "fifo": lambda request: 0.0,
     "least_attained": lambda request: len(request.prefix_ids),
-    "shortest_first": lambda request: request.expected or 0.0,
-    "longest_first": lambda request: -(request.expected or 0.0),
+    "shortest_first": lambda request: (request.expected or 0.0) * (1.0 + request.waits),
+    "longest_first": lambda request: -(request.expected or 0.0) * (1.0 + request.waits),
 }
-"""What each order sorts by, lowest first. A request without a prediction counts as length 0."""
+"""What each order sorts by, lowest first. A request without a prediction counts as length 0. A
+token is a decode step, so the steps that pass while tools run count too."""
 
 
 class _Entry(NamedTuple):

@@ -65,6 +65,8 @@ class CalibratedPredictor:
         self._invalid = 0
         self._warned = False
         self._averages = np.zeros(5)  # weight; weighted sums of the four figures
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Tokens drawn and decode steps waited for tools, by environment, with decaying weights."""
         self._observations = 0
 
     @property
@@ -92,6 +94,14 @@ class CalibratedPredictor:
                 self._asked[sample.id] = (sample.completion.drawn, pair[0], pair[1])
         return (from_history if self.fallback else expected).tolist()
 
+    def waits(self, sample: Sample) -> float:
+        """Predict for how many decode steps the tools of a completion run, for each of its tokens.
+
+        It is the mean of earlier completions in the same environment.
+        """
+        tokens, waited = self._waits.get(_environment(sample), (1.0, 0.0))
+        return waited / tokens
+
     def observe(self, samples: Sequence[Sample]) -> None:
         """Record finished completions; `end_round` learns from them."""
         self._finished.extend(samples)
@@ -105,6 +115,7 @@ class CalibratedPredictor:
         pairs = [pair for sample in finished if (pair := self._compare(sample))]
         self.invalid += self._invalid
         self.start_round()
+        self._note_waits(finished)
         self.predictor.observe(finished)
         self.history.observe(finished)
         metrics = {"length_prediction/invalid": float(self.invalid)}
@@ -116,6 +127,14 @@ class CalibratedPredictor:
             self._average(len(pairs), metrics)
         metrics["length_prediction/fallback"] = float(self.fallback)
         return metrics
+
+    def _note_waits(self, finished: Sequence[Sample]) -> None:
+        fade = 0.5 ** (1 / HALF_LIFE)
+        self._waits = {n: (t * fade, w * fade) for n, (t, w) in self._waits.items() if t > 1.0}
+        for sample in finished:
+            tokens, waited = self._waits.get(name := _environment(sample), (0.0, 0.0))
+            completion = sample.completion
+            self._waits[name] = tokens + completion.drawn, waited + completion.waited
 
     def _compare(self, sample: Sample) -> tuple[float, float, float, int, bool] | None:
         """What predictor and history predicted, what came, what was drawn before, if capped."""
@@ -142,6 +161,7 @@ class CalibratedPredictor:
             "predictor": own,
             "history": self.history.state_dict(),
             "averages": self._averages.tolist(),
+            "waits": {name: [*pair] for name, pair in self._waits.items()},
             "observations": self._observations,
             "fallback": self.fallback,
             "invalid": self.invalid,
@@ -160,6 +180,7 @@ class CalibratedPredictor:
         self.predictor.load_state_dict(state["predictor"])
         self.history.load_state_dict(state["history"])
         self._averages = np.array(state["averages"])
+        self._waits = {name: (pair[0], pair[1]) for name, pair in state.get("waits", {}).items()}
         self._observations = state["observations"]
         self.fallback, self.invalid = state["fallback"], state["invalid"]
         self.start_round()
@@ -243,6 +264,10 @@ def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
     above, equal = predicted > least, predicted == least
     places = count - int(above.sum())
     return float(capped[above].sum() + places * capped[equal].mean()) / count
+
+
+def _environment(sample: Sample) -> str:
+    return str(sample.group.prompt.columns.get("environment", ""))
 
 
 def _is_tensor(value: Any) -> bool:

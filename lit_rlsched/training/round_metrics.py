@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lit_rlsched.rollout.audit import Harvest, length_bias
+from lit_rlsched.rollout.audit import Harvest, attempt, length_bias, wait_bias
 from lit_rlsched.scheduling.planning import lower_bound
 from lit_rlsched.scheduling.step_times import StepTimes
 from lit_rlsched.scheduling.trace import RolloutTrace
@@ -44,6 +44,7 @@ def measure(
     positions = sum(p.positions for p in padding)
     before = [part for step in steps for part in step.accumulated]
     kept = [c for c in round.completions if not c.dropped]
+    waits = wait_bias([attempt(sample.completion) for sample in trained], harvest.ran)
     return {
         "rollout/round": float(round.ordinal),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
@@ -60,6 +61,7 @@ def measure(
         "rollout/trained_over_drawn_length": length_bias(
             [sample.completion.drawn for sample in trained], harvest.ran
         ),
+        **({} if waits is None else {"tools/trained_over_drawn_wait": waits}),
         **(staleness_metrics(kept, round.version) if update.off_policy else {}),
         **(selection_metrics(round, harvest) if update.schedule.selection else {}),
         **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),

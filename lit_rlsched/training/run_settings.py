@@ -77,6 +77,11 @@ class RunSettings:
     tools: ToolSettings | None = None
 
     @property
+    def has_objects(self) -> bool:
+        """Whether each completion has an object of an environment."""
+        return self.tools is not None and self.tools.environments.has_objects
+
+    @property
     def steps_per_epoch(self) -> int:
         """Number of optimizer steps per round."""
         return self.steps_per_round * self.num_iterations

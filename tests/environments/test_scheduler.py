@@ -1,10 +1,17 @@
 """Sessions in worker processes: what goes wrong costs the session that it goes wrong in."""
 
 import asyncio
+import os
+import random
+import signal
 import threading
 import time
+from collections import Counter
 from functools import partial
+from itertools import count
 
+import numpy as np
+import psutil
 import pytest
 from worlds import Troubled, look, notes, wait_and_look
 
@@ -185,6 +192,57 @@ def test_a_session_that_is_closed_while_it_works_leaves_nothing(schedule):
     assert answers(scheduler, 1)["a"].result == " (2)"
     time.sleep(0.4)
     assert scheduler.poll() == [] and scheduler.open_sessions == 1
+
+
+KILLS = int(os.environ.get("KILLS", "60"))
+
+
+def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
+    """Sessions are opened, called and lost meanwhile; `KILLS=1000` is the long form."""
+    scheduler = schedule(factory=notes(lambda key, seed: 0.002), workers=4)
+    chance, numbers, kinds = random.Random(0), count(), Counter()
+
+    def begin():
+        key = next(numbers)
+        scheduler.open(key, None, {"prompt": "?", "seed": key})
+
+    def held():
+        own = psutil.Process()
+        return np.array([len(own.children(recursive=True)), own.num_fds()])
+
+    nothing = held()
+    scheduler.start()
+    each = (held() - nothing) / 4
+    for _ in range(8):
+        begin()
+    for kill in range(KILLS):
+        alive = [worker for worker in scheduler._workers if worker.ready]
+        if alive:
+            os.kill(chance.choice(alive).process.process.pid, signal.SIGKILL)
+        answered = 0
+        while answered < (64 if kill == KILLS - 1 else 8):
+            scheduler.wait(10.0)
+            for answer in scheduler.poll():
+                answered += 1
+                what = (answer.failure or answer.what).partition(":")[0]
+                kinds[what] += 1
+                if what == "lost":
+                    scheduler.open(answer.key, None, {"prompt": "?", "seed": answer.key})
+                elif answer.failure:
+                    begin()
+                elif chance.random() < 0.3:
+                    scheduler.close(answer.key)
+                    begin()
+                else:
+                    scheduler.call(answer.key, [("look", {"key": "x"})])
+    assert kinds["lost"] and kinds["crashed"] and kinds["call"] > KILLS
+    scheduler.end_round()
+    while scheduler.open_sessions or not all(worker.ready for worker in scheduler._workers):
+        scheduler._turn(0.1)
+    assert scheduler.pending == 0
+    # some workers are for one session each
+    assert (held() == nothing + each * len(scheduler._workers)).all()
+    assert len(scheduler._workers) <= 8
 
 
 class Locked:

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from golden_trl import Dataset, GRPOConfig, GRPOTrainer
-from tool_families import of_family, tokenizer_of
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tool_families import of_family, small_model, tokenizer_of
 from trl_worlds import Echo, Words, reward_of
 
 from lit_rlsched.data.prompts import make_prompts
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.environments.chat import ToolChat
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
@@ -57,6 +57,7 @@ GIVEN = {
     "echo": (Echo, ["echo", "echo"], [reward_of]),
     "words": (Words, ["words"], []),
     "both": ({"echo": Echo, "words": Words}, ["echo", "words"], [reward_of]),
+    "no prompt": ({"echo": Echo, "words": Words}, ["echo", "words"], [reward_of]),
 }
 
 
@@ -75,10 +76,12 @@ def turns_of(name, kinds, tokenizer):
     ]
 
 
-def rows_of(kinds):
-    several = len({*kinds}) > 1
+def rows_of(given, kinds):
+    left_out = set() if len({*kinds}) > 1 else {"environment"}
+    if given == "no prompt":
+        left_out.add("prompt")
     return [
-        {k: v for k, v in ROWS[kind].items() if several or k != "environment"} | {"uid": f"{i}"}
+        {k: v for k, v in ROWS[kind].items() if k not in left_out} | {"uid": f"{i}"}
         for i, kind in enumerate(kinds)
     ]
 
@@ -142,7 +145,8 @@ def of_ours(policy, tokenizer, factory, rewards, rows, turns):
     scheduler = RewardScheduler([*rewards, *environments.rewards], workers=1, environments=True)
     workers = EnvironmentScheduler(environments, scheduler)
     chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
-    prompts = make_prompts(rows, tokenizer, max_prompt_length=999, environments=environments)
+    table = load_rows(rows, has_objects=True)
+    prompts = make_prompts(table, tokenizer, max_prompt_length=999, environments=environments)
 
     def row(group, completion):
         return {
@@ -183,20 +187,8 @@ def test_classes_of_trl_scripts_give_the_same_tokens_masks_and_loss(name, given,
     theirs, tokenizer = (tokenizer_of(n) for n in (name, name.replace("qwen3", "qwen3_training")))
     theirs.pad_token, tokenizer.pad_token = theirs.eos_token, tokenizer.eos_token
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=288,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=48,
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    policy = Qwen3ForCausalLM(config).double()
-    rows, turns = rows_of(kinds), turns_of(name, kinds, tokenizer)
+    policy = small_model(tokenizer).double()
+    rows, turns = rows_of(given, kinds), turns_of(name, kinds, tokenizer)
     prompt_ids, batch, loss = of_trl(policy, theirs, factory, rewards, rows, turns, tmp_path)
     groups = of_ours(policy, tokenizer, factory, rewards, rows, turns)
     ours = [(g, c) for g in groups for c in g.completions]

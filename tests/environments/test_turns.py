@@ -1,9 +1,11 @@
 """Runs with tools: turns, masks, and that latency decides nothing."""
 
 import json
+import re
 import shutil
 import time
 from itertools import groupby
+from statistics import fmean
 
 import forked
 import killed_tools
@@ -31,7 +33,7 @@ from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import ENVIRONMENT
+from lit_rlsched.types import ENVIRONMENT, Sample
 
 
 @pytest.fixture(scope="module")
@@ -393,6 +395,39 @@ def test_several_environments_in_one_run(run):
         assert all((c.scores[1] is not None) == own for c in group.completions)
 
 
+def test_environments_make_the_prompts_of_rows_without_one(run, tools_tokenizer):
+    class Own:
+        def reset(self, seed, **columns) -> str:
+            assert not columns
+            return f"{seed % 10**6}?"
+
+        def look(self, key: str) -> str:
+            """Look something up.
+
+            Args:
+                key: What to look up.
+            """
+            return "1"
+
+    _, rounds = run(
+        rows=[{}] * 6, rewards=[one], environment_factory=Own, val_data=[{}] * 3, val_greedy=True
+    )
+    groups = [group for round in rounds for group in round.groups]
+    tokenizer = AutoTokenizer.from_pretrained(tools_tokenizer)
+    begun = set()
+    for group in groups:
+        asked = {
+            tokenizer.decode([*group.prompt.token_ids, *c.token_ids[: c.segments[0][1]]])
+            for c in group.completions
+        }
+        assert len(asked) == 1
+        begun |= asked
+    assert len(begun) == len(groups) == 8
+    assert all(re.fullmatch(r"user: \d+\?\n?assistant: ", each) for each in begun)
+    with pytest.raises(UsageError, match=r"`6 rows`, row 0 .*no column `prompt`"):
+        run(rows=[{}] * 6, rewards=[one], tools=[look])
+
+
 def test_longest_first_draws_the_same(run):
     module, rounds = run(environment_factory=notes(), max_epochs=3)
     first, *others = [
@@ -408,6 +443,36 @@ def test_longest_first_draws_the_same(run):
         assert drawn(ordered) == drawn(rounds)
         assert_same(weights(other), weights(module))
     assert "length_prediction/mae" in ordered[-1].metrics
+
+
+def test_longest_first_counts_waits_for_tools(run):
+    """Those of the slow environment begin first, once their waits are known."""
+    rows = [{**row, "environment": ("slow", "quick")[i % 2]} for i, row in enumerate(ROWS)]
+    factory = {"slow": notes(lambda key, seed: 0.1), "quick": notes()}
+    waits = {}
+
+    class Watched(TransformersEngine):
+        def submit(self, requests):
+            requests = [*requests]
+            for request in requests:
+                waits.setdefault(request.id, request.waits)
+            super().submit(requests)
+
+    _, rounds = run(
+        MicroGroupSampling(slots=3, order="longest_first"),
+        LengthPrediction(),
+        rows=rows,
+        rewards=[one],
+        environment_factory=factory,
+        engine=Watched(),
+        shuffle=False,
+        max_epochs=3,
+    )
+    found = {"slow": [], "quick": []}
+    for group in rounds[-1].groups:
+        kind = found[group.prompt.columns["environment"]]
+        kind += [waits[Sample(group, c).id] for c in group.completions]
+    assert fmean(found["slow"]) > 2 * fmean(found["quick"])
 
 
 def turns_in(completion):
@@ -437,6 +502,57 @@ def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(ru
         roles = turns_in(c)[1:] if "environment_factory" in given else turns_in(c)
         assert [m["role"] for m in c.messages] == roles
         outlived += len(replies) > 1 and len({a for a, _ in c.segments if a != ENVIRONMENT}) > 1
+    assert outlived > 3
+    assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
+
+
+@pytest.mark.parametrize("most", [96, 64])
+def test_an_environment_with_a_state_gets_it_back(run, most):
+    """No call is made twice, although its answers depend on more than the calls."""
+
+    class Kept(notes()):
+        def reset(self, prompt, seed, **columns) -> str:
+            self.begun = time.monotonic_ns() % 10**9
+            return super().reset(prompt, seed, **columns)
+
+        def look(self, key: str) -> str:
+            """Look something up.
+
+            Args:
+                key: What to look up.
+            """
+            return f"{super().look(key)}{self.begun % 100:02d}"
+
+        def get_reward(self) -> float:
+            time.sleep(0.01)
+            return float(self.begun * 100 + len(self.keys))
+
+        def state_dict(self):
+            return dict(vars(self))
+
+        async def load_state_dict(self, state):
+            vars(self).clear()
+            vars(self).update(state)
+
+    sorted_rounds = SortedBatching(mode="partial", pool_rounds=2)
+    _, rounds = run(
+        sorted_rounds,
+        MicroGroupSampling(slots=5),
+        max_epochs=8,
+        environment_factory=Kept,
+        max_completion_length=most,
+    )
+    outlived = 0
+    for c in (c for round in rounds for c in round.completions):
+        replies = [m["content"] for m in c.messages if m["role"] == "tool"]
+        begun, calls = divmod(int(c.scores[0]), 100)
+        assert {int(reply[-2:]) for reply in replies} <= {begun % 100}
+        assert [reply[: len(str(k))] for k, reply in enumerate(replies, 1)] == [
+            str(k) for k in range(1, len(replies) + 1)
+        ]
+        last = c.messages[-1] if c.finish_reason == "stop" else {}
+        assert calls == len(replies) + len(last.get("tool_calls") or ())  # which did not fit
+        outlived += len(replies) > 0 and len({a for a, _ in c.segments if a != ENVIRONMENT}) > 1
     assert outlived > 3
     assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
 

@@ -19,6 +19,7 @@ from lit_rlsched.rollout.audit import (
     put_off_old,
     restart_stale,
     settle,
+    wait_bias,
 )
 from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
@@ -89,6 +90,14 @@ def test_mean_length_sees_through_the_cut(seed):
     assert mean_length(seen) == pytest.approx(truth, rel=0.03)
     assert np.mean([a.tokens for a in seen]) < 0.95 * truth
     assert np.mean([a.tokens for a in seen if a.finished]) < 0.93 * truth
+
+
+def test_wait_bias_is_per_token():
+    slow, quick = Attempt(10, False, waited=30), Attempt(10, True, waited=10)
+    assert wait_bias([quick], [slow, quick]) == 0.5
+    assert wait_bias([slow, quick], [slow, quick]) == 1.0
+    assert wait_bias([Attempt(4, True)], [Attempt(4, True)]) is None
+    assert wait_bias([], [slow]) is None
 
 
 def test_length_bias():

@@ -148,6 +148,24 @@ def test_rekey_moves_what_waits():
     assert drawn == ["0", "2", "1"]
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=9))
+def test_orders_by_length_count_waits_for_tools(pairs):
+    made = [
+        dataclasses.replace(request, waits=waits)
+        for request, (_, waits) in zip(
+            requests(len(pairs), [n for n, _ in pairs]), pairs, strict=True
+        )
+    ]
+    for order, sign in (("longest_first", -1), ("shortest_first", 1)):
+        admission = Admission(1, order=order)
+        admission.push(made)
+        drawn = []
+        while len(admission):
+            drawn += [int(i) for i in ids(admission.pop({}))]
+        steps = [tokens * (1 + waits) for tokens, waits in pairs]
+        assert drawn == sorted(range(len(pairs)), key=lambda i: sign * steps[i])
+
+
 def test_new_estimates_change_the_plan():
     admission = Admission(1, order="planned")
     admission.push(requests(4, [1, 2, 3, 4]))

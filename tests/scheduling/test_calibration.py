@@ -3,6 +3,7 @@
 import io
 import re
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,31 @@ def test_state_round_trip_is_exact():
                 results.append((expected, c.end_round(), [str(w.message) for w in seen]))
         assert results[0] == results[1]
     assert other.invalid == 3
+
+
+def test_waits_for_tools_are_those_of_the_same_environment():
+    """Per token, over the rounds; a token of an earlier round counts less."""
+    calibrated = CalibratedPredictor(Told())
+    for number, (tokens, waited) in enumerate([(40, 20), (80, 160)]):
+        samples = asked([tokens, tokens], number)
+        calibrated.predictor.answers = [[5.0, 5.0]]
+        calibrated.expect(samples)
+        slow, quick = finish(samples, [tokens, tokens])
+        slow.completion.waited = waited
+        for sample, name in ((slow, "slow"), (quick, "quick")):
+            prompt = replace(sample.group.prompt, columns={"environment": name})
+            sample.group.prompt = prompt
+        assert calibrated.waits(slow) == (0.0 if number == 0 else 0.5)
+        calibrated.observe(samples)
+        calibrated.end_round()
+    old = 0.5**0.25
+    assert calibrated.waits(slow) == pytest.approx((20 * old + 160) / (40 * old + 80))
+    assert calibrated.waits(quick) == 0
+    (unknown,) = asked([1])
+    assert calibrated.waits(unknown) == 0
+    other = CalibratedPredictor(Told())
+    other.load_state_dict(calibrated.state_dict())
+    assert other.waits(slow) == calibrated.waits(slow)
 
 
 def test_the_state_of_another_predictor_is_left_alone():

@@ -1,0 +1,257 @@
+"""A script of TRL runs here with other imports, with the same batches and the same settings."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import trl
+from golden_trl import Dataset
+from peft import LoraConfig
+from tool_families import small_model, tokenizer_of
+from transformers import AutoModelForCausalLM
+from trl_worlds import Words
+
+from lit_rlsched import trl as ours
+from lit_rlsched.settings import UsageError, trl_names
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/tutorials/from_trl.md").read_text()
+COUNTDOWN = str(ROOT / "examples/countdown/model")
+CONFIGS = (ours.GRPOConfig, ours.RLOOConfig)
+TRAINERS = (ours.GRPOTrainer, ours.RLOOTrainer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 6},
+        {"generation_batch_size": 32},
+        {"generation_batch_size": 64, "gradient_accumulation_steps": 4, "num_iterations": 2},
+    ],
+)
+def test_a_rollout_and_a_step_have_as_many_completions_as_in_trl(given, tmp_path):
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "max_steps": 3}
+    theirs = trl.GRPOConfig(**common, **given)
+    trainer = ours.GRPOTrainer(
+        COUNTDOWN, lambda **_: [0.0], ours.GRPOConfig(**common, **given), [{"prompt": "1"}] * 99
+    )
+    settings = trainer.datamodule.run.settings
+    drawn = settings.prompts_per_round * settings.num_generations
+    assert drawn == theirs.generation_batch_size
+    a_step = theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+    assert drawn / settings.steps_per_round == a_step
+    assert settings.num_iterations == theirs.num_iterations and trainer.trainer.max_steps == 3
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
+def test_settings_that_are_not_given_are_those_of_trl(name):
+    theirs = {f.name: f.default for f in fields(getattr(trl, name))}
+    defaults = getattr(ours, name)._defaults
+    assert defaults == {name: theirs[name] for name in defaults}
+
+
+@pytest.mark.parametrize(("config", "trainer"), [*zip(CONFIGS, TRAINERS, strict=True)])
+def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
+    given = {
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "weight_decay": 0.25,
+        "max_grad_norm": 2.0,
+        "gradient_checkpointing": False,
+        "beta": 0.125,
+        "epsilon": 0.3,
+        "epsilon_high": 0.4,
+        "num_generations": 4,
+        "num_iterations": 2,
+        "max_completion_length": 33,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "reward_weights": [2.0],
+        "mask_truncated_completions": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "shuffle_dataset": False,
+        "seed": 7,
+    }
+    more = {"loss_type": "grpo", "delta": 1.5, "scale_rewards": "none"}
+    if config is ours.RLOOConfig:
+        more = {"normalize_advantages": True}
+    args = config(str(tmp_path), use_cpu=True, bf16=False, max_steps=6, adam_beta2=0.5)
+    for name, value in {**given, **more}.items():
+        setattr(args, name, value)
+    made = trainer(COUNTDOWN, lambda **_: [0.0], args, [{"prompt": "1"}] * 9)
+    found = {**made.datamodule.hparams, **made.module.hparams}
+    for name, value in {**given, **more}.items():
+        assert found[ours._RENAMED.get(name, name)] == value, name
+    assert {*given, *more} >= {*ours._OF_MODULE, *ours._OF_DATA}
+    assert found["betas"] == (0.9, 0.5) and found["importance_sampling_mode"] is None
+    assert made.trainer.max_steps == 6 and made.trainer.precision == "32-true"
+
+
+def test_every_setting_of_trl_is_used_or_answered():
+    for name in {f.name for f in fields(trl.GRPOConfig)}:
+        try:
+            ours.GRPOConfig(**{name: 1})
+        except UsageError as error:
+            assert f"TRL's `{name}`" in str(error)
+    known = {name for rows in trl_names().values() for row in rows for name in row[0].split(", ")}
+    assert {*ours._WITHOUT_EFFECT, *ours._MUST_BE, *ours.GRPOConfig._defaults} <= known
+    with pytest.raises(UsageError, match="Did you mean `learning_rate`"):
+        ours.GRPOConfig(learning_rat=1)
+    args = ours.GRPOConfig(optim="adamw_torch", push_to_hub=False)
+    with pytest.raises(UsageError, match="AdamW only"):
+        args.optim = "adafactor"
+    with pytest.warns(UserWarning, match="`torch_compile` is without effect here"):
+        args.torch_compile = True
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"rollout_func": print}, "`GRPOTrainer\\(rollout_func\\).*no rollouts of your own"),
+        ({"reward_funcs": "org/model"}, "Reward models of the Hub are not run"),
+        ({"args": trl.GRPOConfig(output_dir="x", use_cpu=True, bf16=False)}, "too"),
+        ({"args": ours.RLOOConfig()}, "Import `GRPOConfig`"),
+        ({"train_dataset": None}, "Give prompts, or an `environment_factory` and `max_steps`"),
+        ({"callbacks": [object()]}, "`object` is not Lightning's"),
+        ({"args": {"report_to": "mlflow"}}, "Use `none`, `wandb` or `tensorboard`"),
+        ({"args": {"use_vllm": True, "vllm_mode": "server"}}, "no vLLM server"),
+        ({"args": {"num_generations": 7}}, "8 completions, 7 for each prompt"),
+        ({"args": {"num_generations": 1}}, "at least two"),
+        ({"args": {"per_device_train_batch_size": 4, "steps_per_generation": 4}}, "whole prompts"),
+        ({"args": {"generation_batch_size": 24, "per_device_train_batch_size": 16}}, "1.5 optim"),
+        ({"args": {"generation_batch_size": 8, "steps_per_generation": 1}}, " or `steps_per_gen"),
+        ({"args": {"importance_sampling_level": "sequence"}}, "with `loss_type='grpo'`"),
+        ({"args": {"eval_strategy": "steps", "eval_steps": 0.1}}, "a whole number"),
+        ({"args": {"save_strategy": "best"}}, "which saves by time"),
+        ({"args": {"fp16": True, "bf16": True}}, "`fp16` or `bf16`"),
+        ({"peft_config": LoraConfig(r=4)}, "peft's default of `target_modules` depends"),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "use_dora"),
+        ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, "dropout"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused(given, match, tmp_path):
+    if isinstance(args := given.get("args"), dict):
+        given = {"args": ours.GRPOConfig(str(tmp_path), use_cpu=True, **args)}
+    wanted = {"reward_funcs": len, "train_dataset": [{"prompt": "1"}] * 9, **given}
+    with pytest.raises(UsageError, match=match):
+        ours.GRPOTrainer(COUNTDOWN, **wanted)
+
+
+def test_epochs_validations_and_adapters_are_those_of_the_script(tmp_path):
+    args = ours.GRPOConfig(
+        str(tmp_path), use_cpu=True, num_train_epochs=0.5, eval_strategy="epoch", use_vllm=True
+    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    rows = [{"prompt": str(i)} for i in range(9)]
+    made = ours.GRPOTrainer(COUNTDOWN, len, args, rows, rows[:2], peft_config=lora)
+    settings = made.module.hparams
+    assert settings.lora_rank == 4 and settings.lora_alpha == 8
+    assert settings.lora_target_modules == ["q_proj", "v_proj"]
+    assert settings.importance_sampling_mode == "sequence_mask"
+    assert made.trainer.max_steps == 5 and made.trainer.check_val_every_n_epoch == 9
+    assert made.trainer.precision == "bf16-mixed" and made.trainer.limit_val_batches == 1.0
+
+
+def moved(script: str, package: str) -> str:
+    assert script.count("from trl import") == 1
+    return script.replace("from trl import", f"from {package} import")
+
+
+def test_the_script_of_the_page_needs_other_imports_alone(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (script,) = (block for block in blocks if "trainer.train()" in block)
+    monkeypatch.syspath_prepend(ROOT)
+    script = script.replace("runs/trl", str(tmp_path)).replace('"examples/', f'"{ROOT}/examples/')
+    found: dict[str, object] = {}
+    exec(moved(script, "lit_rlsched.trl"), found)
+    trainer = found["trainer"]
+    assert isinstance(trainer, ours.GRPOTrainer)
+    assert trainer.trainer.global_step == 2
+    assert trainer.datamodule.run.settings.prompts_per_round == 4
+    assert [*(tmp_path / "checkpoints").iterdir()]
+    trainer.save_model()
+    assert (tmp_path / "model.safetensors").is_file()
+    with pytest.raises(UsageError, match="There is no checkpoint in"):
+        ours.GRPOTrainer(
+            str(tmp_path), len, ours.GRPOConfig(f"{tmp_path}/other"), [{"prompt": "1"}]
+        ).train(resume_from_checkpoint=True)
+
+
+def test_a_run_is_evaluated_and_resumed(tmp_path):
+    def length(completions, **_):
+        return [float(len(completion)) for completion in completions]
+
+    def trainer(max_steps):
+        args = ours.RLOOConfig(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            max_completion_length=8,
+            max_steps=max_steps,
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        )
+        model = AutoModelForCausalLM.from_pretrained(COUNTDOWN)
+        rows = Dataset.from_list([{"prompt": f"{i}+"} for i in range(8)])
+        return ours.RLOOTrainer(model, length, args, rows, [{"prompt": "9-"}])
+
+    first = trainer(2)
+    assert "val/reward" in first.evaluate()
+    first.train()
+    assert first.trainer.global_step == 2
+    later = trainer(4)
+    later.train(resume_from_checkpoint=True)
+    assert later.trainer.global_step == 4 and later.trainer.limit_val_batches == 0.0
+
+
+SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig(
+    output_dir=out,
+    per_device_train_batch_size=8,
+    num_generations=4,
+    max_completion_length=160,
+    max_tool_calling_iterations=2,
+    max_steps=2,
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    report_to="none",
+    save_strategy="no",
+)
+trainer = GRPOTrainer(
+    model=folder,
+    args=args,
+    train_dataset=rows,
+    environment_factory=Words,
+)
+trainer.train()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_an_environment_needs_other_imports_alone(tmp_path):
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.pad_token = tokenizer.eos_token
+    folder = str(tmp_path / "model")
+    small_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = Dataset.from_list(
+        [
+            {"prompt": [{"role": "user", "content": "Play."}], "secret": "stone"}
+            for _ in range(8)  # equal rows, as in scripts of TRL
+        ]
+    )
+    given = {"folder": folder, "out": str(tmp_path / "out"), "rows": rows, "Words": Words}
+    exec(moved(SCRIPT, "trl"), theirs := {**given})
+    exec(moved(SCRIPT, "lit_rlsched.trl"), mine := {**given})
+    assert theirs["trainer"].state.global_step == mine["trainer"].trainer.global_step == 2
+    logged = mine["trainer"].trainer.callback_metrics
+    assert {"tools/call_frequency", "rewards/Words/mean"} <= {*logged}
