@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RoundCheckpoint
+from lit_rlsched.data.messages import NO_PROMPT
 from lit_rlsched.data.rows import is_stream, load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
@@ -22,6 +23,7 @@ from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.run.saving.export import export
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.settings import UsageError, counterpart, did_you_mean
+from lit_rlsched.training.lora import settings_of
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
@@ -97,12 +99,21 @@ _WITHOUT_EFFECT = {
 }
 """Settings that do not change what is trained: a warning names them."""
 _MUST_BE = {
-    "push_to_hub": (False,),
     "use_bias_correction_kl": (True,),
-    "disable_dropout": (True,),
+    "disable_dropout": (True, False),
+    "repetition_penalty": (1.0,),
     "optim": ("adamw_torch", "adamw_torch_fused"),
 }
 """Settings that are as they are here: the values that a script may give."""
+_OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
+"""What any other setting of TRL may be."""
+
+
+_MORE = (
+    *("micro_batch_tokens", "reward_timeout", "reward_workers", "reward_memory_limit"),
+    *("reward_env_vars", "environment_workers", "tool_timeout", "max_sessions", "tool_steps"),
+)
+"""Arguments of `RolloutDataModule` that TRL has not."""
 
 
 class _Config:
@@ -119,10 +130,11 @@ class _Config:
         raise AttributeError(f"`{type(self).__name__}` has no `{name}`")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WITHOUT_EFFECT:
+        if name in _WITHOUT_EFFECT and value not in _OFF:
             rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
-        elif name not in self._defaults and value not in _MUST_BE.get(name, ()):
-            why = counterpart(name, lambda ours: f"`{ours}`")
+        why = counterpart(name, lambda ours: f"`{ours}`")
+        allowed = _MUST_BE.get(name, _OFF if why else ())
+        if name not in {*self._defaults, *_WITHOUT_EFFECT} and value not in allowed:
             raise UsageError(
                 f"`{type(self).__name__}({name}={value!r})` cannot be used here."
                 f"{why or did_you_mean(name, self._defaults)}"
@@ -180,8 +192,11 @@ class _RolloutTrainer:
         self.args = args = self._config() if args is None else args
         if not isinstance(args, self._config):
             self._refuse("args", f" Import `{self._config.__name__}` from `lit_rlsched.trl` too.")
+        more = {name: others.pop(name) for name in _MORE if name in others}
         for name in (n for n, value in others.items() if value not in (None, (None, None))):
             self._refuse(name, counterpart(name, lambda ours: f"`{ours}`"))
+        if isinstance(eval_dataset, Mapping):
+            self._refuse("eval_dataset", " Give one split.")
         for callback in callbacks or ():
             if not isinstance(callback, Callback):
                 self._refuse("callbacks", f" `{type(callback).__name__}` is not Lightning's.")
@@ -192,12 +207,12 @@ class _RolloutTrainer:
             if args.max_steps <= 0 or environment_factory is None:
                 why = " Give prompts, or an `environment_factory` and `max_steps`."
                 self._refuse("train_dataset=None", why)
-            train_dataset = [{}] * prompts
+            train_dataset = [{"prompt": NO_PROMPT}] * prompts  # as TRL
         if processing_class is None and not isinstance(model, str | os.PathLike):
             processing_class = model.name_or_path or None
         seed_everything(args.seed, verbose=False)
         module = self._module(
-            self._saved(model, "model"), **self._module_settings(), **_lora(peft_config)
+            self._saved(model, "model"), **self._module_settings(), **settings_of(peft_config)
         )
         self.module = module
         self.datamodule = RolloutDataModule(
@@ -214,6 +229,7 @@ class _RolloutTrainer:
             min_p=args.min_p or 0.0,
             val_num_generations=args.num_generations_eval or 0,
             **_ours(args, _OF_DATA),
+            **more,
         )
         has_objects = self.datamodule.run.settings.has_objects
         self.trainer = Trainer(
@@ -258,6 +274,11 @@ class _RolloutTrainer:
         """Return the folder or name of a model or tokenizer; an object is saved."""
         if isinstance(given, str | os.PathLike):
             return str(given)
+        if name == "model" and not hasattr(given, "peft_config"):
+            frozen = [n for n, weight in given.named_parameters() if not weight.requires_grad]
+            if frozen:
+                why = f" `{frozen[0]}` is frozen; all weights are trained, or adapters."
+                self._refuse("model", why)
         if self._world > 1:
             why = " Save it with `save_pretrained` before the run, and give the folder."
             self._refuse("model or processing_class", why)
@@ -268,8 +289,13 @@ class _RolloutTrainer:
     def _module_settings(self) -> dict[str, Any]:
         """Settings that both modules have."""
         args = self.args
+        schedule: dict[str, Any] = {}
+        if args.lr_scheduler_type == "constant":
+            schedule = {"warmup_steps": 0}
+        elif args.lr_scheduler_type == "constant_with_warmup":
+            schedule = {"lr_scheduler_type": "constant"}
         return {
-            **_ours(args, _OF_MODULE),
+            **{**_ours(args, _OF_MODULE), **schedule},
             "betas": (args.adam_beta1, args.adam_beta2),
             "importance_sampling_mode": None,  # TRL corrects in GRPO with vLLM alone
         }
@@ -291,16 +317,17 @@ class _RolloutTrainer:
         most = args.max_steps
         if most <= 0:
             most = math.ceil(args.num_train_epochs * rounds * steps)
-        each = args.eval_steps or args.logging_steps
+        logs = math.ceil(_steps(args.logging_steps, most))
+        each = _steps(args.eval_steps or args.logging_steps, most)
         waits = {"no": most, "epoch": rounds, "steps": max(1, int(each) // steps)}
-        if args.eval_strategy not in waits or each < 1:
-            why = " Use `no`, `epoch` or `steps`, with a whole number of `eval_steps`."
-            self._refuse("eval_strategy", why)
+        if args.eval_strategy not in waits:
+            self._refuse("eval_strategy", " Use `no`, `epoch` or `steps`.")
         return {
             "max_steps": most,
             "check_val_every_n_epoch": waits[args.eval_strategy],
             "limit_val_batches": float(args.eval_strategy != "no" or args.eval_on_start),
             "num_sanity_val_steps": -1 if args.eval_on_start else 0,
+            "log_every_n_steps": max(1, logs),
         }
 
     def _hardware(self) -> dict[str, Any]:
@@ -332,7 +359,6 @@ class _RolloutTrainer:
         return {
             "callbacks": [*callbacks, *(one for one in wanted if type(one) not in given)],
             "logger": self._loggers(),
-            "log_every_n_steps": max(1, int(args.logging_steps)),
             "enable_progress_bar": not args.disable_tqdm,
             "enable_model_summary": False,
             "enable_checkpointing": args.save_strategy != "no",
@@ -407,7 +433,8 @@ class GRPOTrainer(_RolloutTrainer):
         peft_config: peft's `LoraConfig`.
         tools: See `RolloutDataModule`.
         environment_factory: See `RolloutDataModule`.
-        **others: TRL's other arguments, which have no counterpart here.
+        **others: Arguments of `RolloutDataModule` that TRL has not: `micro_batch_tokens`,
+            `reward_timeout`, `reward_env_vars`, `tool_timeout`, ...
 
     Attributes:
         module: The LightningModule.
@@ -451,33 +478,11 @@ class RLOOTrainer(_RolloutTrainer):
         return {**super()._module_settings(), "normalize_advantages": normalized}
 
 
+def _steps(given: float, most: int) -> float:
+    """Return a number of steps, which TRL takes as a share of the run if it is below 1."""
+    return given * most if given < 1 else given
+
+
 def _ours(args: _Config, settings: Settings) -> dict[str, Any]:
     """Return settings by our names."""
     return {_RENAMED.get(n, n.removeprefix("vllm_")): getattr(args, n) for n in settings}
-
-
-def _lora(config: Any) -> dict[str, Any]:
-    """Return our settings for peft's `LoraConfig`.
-
-    Raises:
-        UsageError: it has others.
-    """
-    if config is None:
-        return {}
-    same = {"r", "lora_alpha", "target_modules", "task_type", "peft_type"}
-    changed = []
-    if (kind := type(config).__name__) == "LoraConfig":
-        default, given = type(config)(), config.to_dict()
-        changed = sorted(n for n in given.keys() - same if given[n] != getattr(default, n))
-    if kind != "LoraConfig" or changed or config.target_modules is None:
-        raise UsageError(
-            f"`peft_config={kind}({', '.join(f'{name}=...' for name in changed)})` cannot be used "
-            "here. Use `LoraConfig` with `r`, `lora_alpha` and `target_modules` alone; peft's "
-            "default of `target_modules` depends on the model. The policy never uses dropout."
-        )
-    targets = config.target_modules
-    return {
-        "lora_rank": config.r,
-        "lora_alpha": config.lora_alpha,
-        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import Plain
 from seen_rounds import At, gradient_norm, logged
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Trainer
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.cli.estimate.live import LiveBytes
@@ -159,6 +160,20 @@ def test_a_fused_step_is_that_of_the_other():
         steps.append(weights)
     for ours, other in zip(*steps, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("config", [Qwen3Config, GPT2Config, LlamaConfig])
+def test_what_decays_is_what_decays_in_transformers(config):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16, "hidden_size": 8}
+    policy = AutoModelForCausalLM.from_config(config(**sizes))
+    expected = Trainer.get_decay_parameter_names(None, policy)
+    optimizer = make_adamw(policy.parameters(), fused=False, weight_decay=0.1)
+    names = {id(p): name for name, p in policy.named_parameters()}
+    decay, others = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
+    assert decay == {*expected} & {*names.values()} and others == {*names.values()} - decay
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    (whole,) = make_adamw(policy.parameters(), fused=False).param_groups
+    assert len(whole["params"]) == len(names)
 
 
 def test_a_fused_step_takes_no_memory():

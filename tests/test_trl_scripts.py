@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trl
+from datasets import DatasetDict
 from golden_trl import Dataset
 from peft import LoraConfig
 from tool_families import small_model, tokenizer_of
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl_worlds import Words
 
 from lit_rlsched import trl as ours
+from lit_rlsched.callbacks import RoundCheckpoint
 from lit_rlsched.settings import UsageError, trl_names
 
 ROOT = Path(__file__).parents[1]
@@ -78,19 +80,37 @@ def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
         "shuffle_dataset": False,
         "seed": 7,
     }
+    trainers = {"logging_steps": 0.5, "full_determinism": "warn", "save_total_limit": 5}
+    others = {"min_p": 0.1, "num_generations_eval": 3, **trainers}
     more = {"loss_type": "grpo", "delta": 1.5, "scale_rewards": "none"}
     if config is ours.RLOOConfig:
         more = {"normalize_advantages": True}
     args = config(str(tmp_path), use_cpu=True, bf16=False, max_steps=6, adam_beta2=0.5)
-    for name, value in {**given, **more}.items():
+    for name, value in {**given, **more, **others}.items():
         setattr(args, name, value)
-    made = trainer(COUNTDOWN, lambda **_: [0.0], args, [{"prompt": "1"}] * 9)
+    made = trainer(COUNTDOWN, lambda **_: [0.0], args, [{"prompt": "1"}] * 9, tool_timeout=3.0)
     found = {**made.datamodule.hparams, **made.module.hparams}
     for name, value in {**given, **more}.items():
         assert found[ours._RENAMED.get(name, name)] == value, name
     assert {*given, *more} >= {*ours._OF_MODULE, *ours._OF_DATA}
     assert found["betas"] == (0.9, 0.5) and found["importance_sampling_mode"] is None
+    assert found["min_p"] == 0.1 and found["val_num_generations"] == 3
+    assert found["tool_timeout"] == 3.0
     assert made.trainer.max_steps == 6 and made.trainer.precision == "32-true"
+    assert made.trainer.log_every_n_steps == 3
+    (saves,) = (c for c in made.trainer.callbacks if isinstance(c, RoundCheckpoint))
+    assert saves.keep == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "ours_is"),
+    [("constant", 3, ("constant", 0)), ("constant_with_warmup", 3, ("constant", 3))],
+)
+def test_a_constant_rate_is_as_in_transformers(kind, warmup, ours_is, tmp_path):
+    args = ours.GRPOConfig(str(tmp_path), use_cpu=True, max_steps=4)
+    args.lr_scheduler_type, args.warmup_steps = kind, warmup
+    made = ours.GRPOTrainer(COUNTDOWN, len, args, [{"prompt": "1"}] * 9).module.hparams
+    assert (made.lr_scheduler_type, made.warmup_steps) == ours_is
 
 
 def test_every_setting_of_trl_is_used_or_answered():
@@ -103,11 +123,19 @@ def test_every_setting_of_trl_is_used_or_answered():
     assert {*ours._WITHOUT_EFFECT, *ours._MUST_BE, *ours.GRPOConfig._defaults} <= known
     with pytest.raises(UsageError, match="Did you mean `learning_rate`"):
         ours.GRPOConfig(learning_rat=1)
-    args = ours.GRPOConfig(optim="adamw_torch", push_to_hub=False)
+    args = ours.GRPOConfig(optim="adamw_torch", push_to_hub=False, model_init_kwargs=None)
+    with pytest.raises(UsageError, match="always on"):
+        args.use_bias_correction_kl = False
     with pytest.raises(UsageError, match="AdamW only"):
         args.optim = "adafactor"
     with pytest.warns(UserWarning, match="`torch_compile` is without effect here"):
         args.torch_compile = True
+
+
+def frozen():
+    model = AutoModelForCausalLM.from_pretrained(COUNTDOWN)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -127,7 +155,9 @@ def test_every_setting_of_trl_is_used_or_answered():
         ({"args": {"generation_batch_size": 24, "per_device_train_batch_size": 16}}, "1.5 optim"),
         ({"args": {"generation_batch_size": 8, "steps_per_generation": 1}}, " or `steps_per_gen"),
         ({"args": {"importance_sampling_level": "sequence"}}, "with `loss_type='grpo'`"),
-        ({"args": {"eval_strategy": "steps", "eval_steps": 0.1}}, "a whole number"),
+        ({"args": {"eval_strategy": "later"}}, "Use `no`, `epoch` or `steps`"),
+        ({"eval_dataset": DatasetDict(train=Dataset.from_list([{"prompt": "1"}]))}, "one split"),
+        ({"model": frozen()}, "`model.embed_tokens.weight` is frozen"),
         ({"args": {"save_strategy": "best"}}, "which saves by time"),
         ({"args": {"fp16": True, "bf16": True}}, "`fp16` or `bf16`"),
         ({"peft_config": LoraConfig(r=4)}, "peft's default of `target_modules` depends"),
@@ -140,7 +170,7 @@ def test_what_cannot_be_carried_over_is_refused(given, match, tmp_path):
         given = {"args": ours.GRPOConfig(str(tmp_path), use_cpu=True, **args)}
     wanted = {"reward_funcs": len, "train_dataset": [{"prompt": "1"}] * 9, **given}
     with pytest.raises(UsageError, match=match):
-        ours.GRPOTrainer(COUNTDOWN, **wanted)
+        ours.GRPOTrainer(**{"model": COUNTDOWN, **wanted})
 
 
 def test_epochs_validations_and_adapters_are_those_of_the_script(tmp_path):

@@ -75,6 +75,9 @@ def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
         ),
         f"{name}, AheadRollout, importance": Row(callbacks(here, importance), **apart),
         f"{name}, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
+        f"{name}, AheadRollout, DownSampling": Row(
+            callbacks(here, "AheadRollout", ("DownSampling", {"keep": 2})), **apart
+        ),
         f"{name}, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),
         f"{name}, InFlightUpdates, turns 512": Row(
             callbacks(here, ("InFlightUpdates", {"turns": 512})), **apart

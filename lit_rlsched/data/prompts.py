@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from lit_rlsched.data.messages import NO_PROMPT, prompt_of
+from lit_rlsched.data.messages import prompt_of
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
@@ -200,15 +200,21 @@ def tokenize(
     train = sets.pop("train", None)
     if train is not None and "val" in sets:
         shared = [sets["val"][i] for i in sets["val"].also_in(train)]
-        if environments is not None:  # some make the task themselves
-            known = (p for p in shared if p.text != NO_PROMPT)
-            shared = [p for p in known if not environments.of(p.columns).seeded]
+        if environments is not None and shared:  # a task is a row, or is made of a seed
+            same = {*train.uids.to_pylist()} & {p.uid for p in shared}
+            shared = [p for p in shared if p.uid in same and not _is_seeded(p, environments)]
         if shared:
             rank_zero_warn(
                 f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
                 f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
             )
     return PromptSets([] if train is None else train, sets)
+
+
+def _is_seeded(prompt: Prompt, environments: RowTools) -> bool:
+    """Whether a number decides the task of a row, and none of its columns."""
+    columns = prompt.columns.keys() - {"environment"}
+    return not columns and bool(environments.of(prompt.columns).seeded)
 
 
 def make_prompts(

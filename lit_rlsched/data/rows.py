@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lit_rlsched.data.messages import normalized
+from lit_rlsched.data.messages import NO_PROMPT, normalized
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
@@ -341,8 +341,8 @@ def check_prompt(columns: Collection[Any], at: str) -> None:
     """
     if "prompt" not in columns:
         raise UsageError(
-            f"{at} has no column `prompt`; its columns are {sorted(map(str, columns))}. Rename the "
-            "one that holds the prompt."
+            f"{at} has no column `prompt`, or an empty one; its columns are "
+            f"{sorted(map(str, columns))}. Rename the one that holds the prompt."
         )
 
 
@@ -385,7 +385,7 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
         contents = [prompt.strip() and prompt]
     else:
         contents = [message["content"] for message in row["prompt"]]
-    if not any(contents):
+    if not any(contents) and prompt != NO_PROMPT:
         raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
     for content in contents:
         # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lit_rlsched.data.messages import prompt_of
+from lit_rlsched.data.messages import NO_PROMPT, prompt_of
 from lit_rlsched.data.row_table import Row, other_columns, row_uid
 from lit_rlsched.data.rows import check_prompt, check_row, is_json
 from lit_rlsched.data.source import Draw, check_same_order
@@ -95,6 +96,7 @@ class StreamSource:
         self.offset = 0
         """Rows read in this pass."""
         self._uids = hashlib.blake2b(digest_size=8)
+        self._found = Counter[str]()
         self._rows: Iterator[Row] | None = None
 
     def _next(self) -> tuple[str, Row] | None:
@@ -110,9 +112,11 @@ class StreamSource:
         row = check_row(row, self.offset, self._at)
         uid = row_uid(row, self.offset)
         if not self.has_objects:
-            check_prompt(row, self._at(self.offset))
-        elif row.get("uid") is None:
-            uid += f"-{self.offset}"  # equal rows are different tasks
+            empty = row.get("prompt") == NO_PROMPT
+            check_prompt(row.keys() - {"prompt"} if empty else row, self._at(self.offset))
+        elif row.get("uid") is None:  # equal rows are different tasks
+            self._found[uid] += 1
+            uid += f"-{self._found[uid] - 1}" if self._found[uid] > 1 else ""
         self.offset += 1
         self._uids.update(uid.encode() + b"\x1f")
         return uid, row

@@ -31,6 +31,7 @@ class Environment:
         methods: Names of the tools that are methods of the object.
         seeded: Whether `reset` has an argument `seed`.
         has_state: Whether objects have `state_dict` and `load_state_dict`.
+        takes_prompt: Whether `reset` has an argument `prompt`.
     """
 
     name: str | None
@@ -39,6 +40,7 @@ class Environment:
     methods: tuple[str, ...] = ()
     seeded: bool = False
     has_state: bool = False
+    takes_prompt: bool = False
 
 
 def own_reward(kind: type) -> Reward:
@@ -136,14 +138,16 @@ class Environments:
                 f"`{twice[0]}` is a tool and a method of {kind.__name__}. Calls go by the name: "
                 "rename one."
             )
+        named = inspect.signature(members["reset"]).parameters
         own = tuple(_schema(members[m], f"`{kind.__name__}.{m}`") for m in methods)
         return Environment(
             name,
             factory,
             schemas + own,
             tuple(methods),
-            "seed" in inspect.signature(members["reset"]).parameters,
+            "seed" in named,
             keeps,
+            "prompt" in named,
         )
 
     @property

@@ -160,7 +160,8 @@ class Sessions:
             else:
                 result = await self._reward(self._sessions[key], *given)
             if what != "reward" and self._sessions[key].name in self._with_state:
-                state = _packed(await self._run(self._sessions[key].instance.state_dict))
+                kept = await self._run(self._sessions[key].instance.state_dict)
+                state = await self._run(partial(_packed, kept))
         except MemoryError as error:
             traceback.clear_frames(error.__traceback__)  # frees memory for the report
             failure = f"out_of_memory: {describe(error)}"
@@ -183,7 +184,7 @@ class Sessions:
             idle = self._idle.get(name)
             instance = idle.pop() if idle else await self._run(self._factories[name])
             if state:
-                kept = pickle.loads(base64.b64decode(state))
+                kept = await self._run(partial(pickle.loads, base64.b64decode(state)))
                 await self._run(partial(instance.load_state_dict, kept))
             else:
                 observation = await self._run(instance.reset, **columns)

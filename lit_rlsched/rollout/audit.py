@@ -222,7 +222,8 @@ def length_bias(trained: Sequence[int], drawn: Sequence[Attempt]) -> float:
 def wait_bias(trained: Sequence[Attempt], drawn: Sequence[Attempt]) -> float | None:
     """Return how long tools ran for each token trained on, over that of each token drawn.
 
-    Slow tools let a completion miss the end of a round; 1.0 means no bias. None: no tool ran.
+    Below 1, slow tools let completions miss the end of their round. It is rough, as those that are
+    cut count with what they had drawn and waited until then. None: no tool ran.
     """
 
     def rate(attempts: Sequence[Attempt]) -> float:

@@ -221,6 +221,7 @@ class RolloutController:
         for sample, becomes in turned:
             if becomes == "over":
                 over.append(sample)
+                sample.completion.environment_state = ""
                 if why := sample.completion.dropped:
                     self.drops[why] += 1
             elif becomes == "decodes":

@@ -109,7 +109,8 @@ class Turns:
         if completion.token_ids:
             turns = [] if state else turns_of(completion)
             self._repeats[sample.id] = _Repeat(turns, restored=bool(state))
-        given = {} if prompt.text == NO_PROMPT else {"prompt": prompt.text}
+        asked = environment.takes_prompt or prompt.text != NO_PROMPT
+        given = {"prompt": prompt.text} if asked else {}
         columns: dict[str, Any] = {**given, **prompt.columns}
         if self._environments.several:
             del columns[COLUMN]
@@ -216,10 +217,6 @@ class Turns:
             self._reasons[sample.id] = sample.completion.finish_reason
             sample.completion.finish_reason = None
             return None
-        return self._over(sample)
-
-    def _over(self, sample: Sample) -> Next:
-        sample.completion.environment_state = ""
         self.leave(sample)
         return "over"
 
@@ -284,6 +281,10 @@ class Turns:
         if answer.what == "lost":
             self.leave(sample)
             return "lost"
+        repeat = self._repeats.get(sample.id)
+        if answer.failure is not None and answer.what == "open" and repeat and repeat.restored:
+            self.leave(sample)
+            return "diverged"  # its class has changed
         if answer.failure is not None:
             return self._drop(sample, *answer.failure.split(":", 1))
         if answer.what == "open":
@@ -291,7 +292,8 @@ class Turns:
         if answer.what == "call":
             return self._replied(sample, answer.result, answer.state)
         sample.completion.given = answer.result
-        return self._over(sample)
+        self.leave(sample)
+        return "over"
 
     def _begun(self, sample: Sample, observation: str | None, state: str) -> Next | None:
         """Append the end of the prompt, with what `reset` has returned."""
@@ -329,6 +331,7 @@ class Turns:
         if repeats:
             completion.messages += messages
             return self._same(sample, ids or ())
+        self._count_wait(sample)  # not what rewards take
         if ids is None:
             completion.finish_reason = "stop"
             return self._end(sample)
@@ -344,7 +347,8 @@ class Turns:
         completion = sample.completion
         completion.dropped, completion.failure = f"environment_{kind}", why
         completion.finish_reason = completion.finish_reason or "stop"
-        return self._over(sample)
+        self.leave(sample)
+        return "over"
 
     def _count_wait(self, sample: Sample) -> None:
         """Count the decode steps since a call; with `tool_steps` each reply has taken as many."""

@@ -279,7 +279,7 @@ def restored_settings(settings: Mapping[str, Any], checkpoint: Mapping[str, Any]
     for name, keys in _OPTIMIZER_KEYS.items():
         saved = [next((group[key] for key in keys if key in group), None) for group in groups]
         theirs = {_comparable(value) for value in saved if value is not None}
-        if theirs and theirs != {_comparable(settings[name])}:
+        if theirs and _comparable(settings[name]) not in theirs:  # norms do not decay
             shown = ", ".join(map(str, sorted(theirs)))
             changed.append(f"`{name}={settings[name]}` (the checkpoint has {shown})")
     if not changed:

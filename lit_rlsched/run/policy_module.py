@@ -85,7 +85,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             is trained further, and the `lora_*` settings follow from it.
         learning_rate: Peak learning rate of AdamW.
         betas: AdamW's decay rates.
-        weight_decay: AdamW's weight decay.
+        weight_decay: AdamW's weight decay, which leaves biases and norms alone.
         optim: `adamw_torch` or `adamw_torch_fused`, the default on a GPU, where `adamw_torch` needs
             a temporary as large as the trained weights.
         warmup_steps: Optimizer steps of linear learning-rate warm-up.

@@ -121,7 +121,7 @@ class PlannedQueue(WaitingQueue):
         if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
             return
         requests = [request for request in self._requests.values() if not request.later]
-        lengths = [request.expected or 0.0 for request in requests]
+        lengths = [(request.expected or 0.0) * (1.0 + request.waits) for request in requests]
         plan = plan_makespan(lengths, len(loads), loads=loads)
         self._shares = [deque(requests[i].id for i in share) for share in plan]
         self._changes = 0

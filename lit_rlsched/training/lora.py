@@ -268,3 +268,30 @@ def needing_peft(setting: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UsageError(f"`{setting}` needs peft: pip install 'lit-rlsched[lora]'") from error
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the module's settings for peft's `LoraConfig`, or none for None.
+
+    Raises:
+        UsageError: it has others.
+    """
+    if config is None:
+        return {}
+    same = {"r", "lora_alpha", "target_modules", "task_type", "peft_type"}
+    changed = []
+    if (kind := type(config).__name__) == "LoraConfig":
+        default, given = type(config)(), config.to_dict()
+        changed = sorted(n for n in given.keys() - same if given[n] != getattr(default, n))
+    if kind != "LoraConfig" or changed or config.target_modules is None:
+        raise UsageError(
+            f"`peft_config={kind}({', '.join(f'{name}=...' for name in changed)})` cannot be used "
+            "here. Use `LoraConfig` with `r`, `lora_alpha` and `target_modules` alone; peft's "
+            "default of `target_modules` depends on the model. The policy never uses dropout."
+        )
+    targets = config.target_modules
+    return {
+        "lora_rank": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }

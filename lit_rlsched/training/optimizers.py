@@ -27,9 +27,16 @@ def is_fused(optim: Optim | None, device: str) -> bool:
 def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any) -> AdamW:
     """Build an AdamW whose gradients are unscaled and clipped by the module.
 
+    As in transformers, biases and the weights of norms do not decay: they have one dimension.
     On a GPU the step that is not fused needs a temporary as large as all parameters.
     """
-    optimizer = AdamW(parameters, fused=True if fused else None, **settings)
+    groups: list[Any] = [{"params": [*parameters]}]
+    if settings.get("weight_decay"):
+        (whole,) = groups
+        groups[0] = {"params": [p for p in whole["params"] if p.ndim > 1]}
+        flat = [p for p in whole["params"] if p.ndim <= 1]
+        groups += [{"params": flat, "weight_decay": 0.0}] * bool(flat)
+    optimizer = AdamW(groups, fused=True if fused else None, **settings)
     _leave_scale(optimizer)
     return optimizer
 

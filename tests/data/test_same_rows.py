@@ -133,7 +133,9 @@ def test_a_data_set_is_read_through_its_transform(kind: str, monkeypatch: Any) -
         return
     assert [*load_rows(shown)] == [*shown] and shown[0]["prompt"].startswith("ask")
     data.set_transform(lambda batch: {"n": batch["n"]})
-    with pytest.raises(UsageError, match=r"row 0 .* no column `prompt`; its columns are \['n'\]"):
+    with pytest.raises(
+        UsageError, match=r"row 0 .* no column `prompt`, or an empty one; its columns are \['n'\]"
+    ):
         load_rows(data)
 
 
