@@ -212,7 +212,7 @@ class _RolloutTrainer:
             processing_class = model.name_or_path or None
         seed_everything(args.seed, verbose=False)
         module = self._module(
-            self._saved(model, "model"), **self._module_settings(), **settings_of(peft_config)
+            self._saved(model, "model"), **self.module_settings(), **settings_of(peft_config)
         )
         self.module = module
         self.datamodule = RolloutDataModule(
@@ -286,7 +286,7 @@ class _RolloutTrainer:
         given.save_pretrained(folder)
         return str(folder)
 
-    def _module_settings(self) -> dict[str, Any]:
+    def module_settings(self) -> dict[str, Any]:
         """Settings that both modules have."""
         args = self.args
         schedule: dict[str, Any] = {}
@@ -453,9 +453,9 @@ class GRPOTrainer(_RolloutTrainer):
     _config = GRPOConfig
     _module = GRPOModule
 
-    def _module_settings(self) -> dict[str, Any]:
+    def module_settings(self) -> dict[str, Any]:
         args = self.args
-        settings = {**super()._module_settings(), **_ours(args, _OF_GRPO)}
+        settings = {**super().module_settings(), **_ours(args, _OF_GRPO)}
         settings["importance_sampling_clip_max"] = args.vllm_importance_sampling_clip_max
         if args.use_vllm and args.vllm_importance_sampling_correction:
             settings["importance_sampling_mode"] = args.vllm_importance_sampling_mode
@@ -473,9 +473,9 @@ class RLOOTrainer(_RolloutTrainer):
     _config = RLOOConfig
     _module = RLOOModule
 
-    def _module_settings(self) -> dict[str, Any]:
+    def module_settings(self) -> dict[str, Any]:
         normalized = self.args.normalize_advantages
-        return {**super()._module_settings(), "normalize_advantages": normalized}
+        return {**super().module_settings(), "normalize_advantages": normalized}
 
 
 def _steps(given: float, most: int) -> float:
