@@ -24,6 +24,11 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return row.get("prompt", NO_PROMPT)
 
 
+def columns_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the columns of a normalized row, without `prompt` if that is `NO_PROMPT`."""
+    return tuple(name for name in row if name != "prompt" or row[name] != NO_PROMPT)
+
+
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose messages have no None and a string as `content`.
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from lit_rlsched.data.messages import NO_PROMPT, PROMPT_COLUMNS, normalized, prompt_of
+from lit_rlsched.data.messages import PROMPT_COLUMNS, columns_of, normalized, prompt_of
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import stable_hash
 
@@ -291,9 +291,7 @@ def record_batch(
     for number, row in enumerate(rows, start=first):
         uids.append(row_uid(row, number))
         given.append(row.get("uid") is not None)
-        empty = row.get("prompt") == NO_PROMPT
-        columns = tuple(name for name in row if name != "prompt") if empty else tuple(row)
-        form = not isinstance(prompt_of(row), str), columns
+        form = not isinstance(prompt_of(row), str), columns_of(row)
         if form not in named:
             named[form] = json.dumps([form[0], [str(name) for name in form[1]]])
         names.append(named[form])

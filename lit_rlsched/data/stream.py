@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lit_rlsched.data.messages import NO_PROMPT, prompt_of
+from lit_rlsched.data.messages import columns_of, prompt_of
 from lit_rlsched.data.row_table import Row, other_columns, row_uid
 from lit_rlsched.data.rows import check_prompt, check_row, is_json
 from lit_rlsched.data.source import Draw, check_same_order
@@ -112,11 +112,11 @@ class StreamSource:
         row = check_row(row, self.offset, self._at)
         uid = row_uid(row, self.offset)
         if not self.has_objects:
-            empty = row.get("prompt") == NO_PROMPT
-            check_prompt(row.keys() - {"prompt"} if empty else row, self._at(self.offset))
+            check_prompt(columns_of(row), self._at(self.offset))
         elif row.get("uid") is None:  # equal rows are different tasks
+            earlier = self._found[uid]
             self._found[uid] += 1
-            uid += f"-{self._found[uid] - 1}" if self._found[uid] > 1 else ""
+            uid += f"-{earlier}" if earlier else ""
         self.offset += 1
         self._uids.update(uid.encode() + b"\x1f")
         return uid, row

@@ -147,7 +147,8 @@ class Turns:
         Returns:
             What becomes of the completion; None if it waits for an answer.
         """
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step = step
         if sample.id in self._lost:
             self._lost.remove(sample.id)
             return "lost"

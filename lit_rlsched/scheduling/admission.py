@@ -17,11 +17,15 @@ REPLAN_SHARE = 1 / 8
 KEYS: dict[Order, Callable[[Request], float]] = {
     "fifo": lambda request: 0.0,
     "least_attained": lambda request: len(request.prefix_ids),
-    "shortest_first": lambda request: (request.expected or 0.0) * (1.0 + request.waits),
-    "longest_first": lambda request: -(request.expected or 0.0) * (1.0 + request.waits),
+    "shortest_first": lambda request: steps_left(request),
+    "longest_first": lambda request: -steps_left(request),
 }
-"""What each order sorts by, lowest first. A request without a prediction counts as length 0. A
-token is a decode step, so the steps that pass while tools run count too."""
+"""What each order sorts by, lowest first. A request without a prediction counts as length 0."""
+
+
+def steps_left(request: Request) -> float:
+    """Return how many decode steps a request will take: for its tokens, and while its tools run."""
+    return (request.expected or 0.0) * (1.0 + request.waits)
 
 
 class _Entry(NamedTuple):
@@ -121,7 +125,7 @@ class PlannedQueue(WaitingQueue):
         if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
             return
         requests = [request for request in self._requests.values() if not request.later]
-        lengths = [(request.expected or 0.0) * (1.0 + request.waits) for request in requests]
+        lengths = [*map(steps_left, requests)]
         plan = plan_makespan(lengths, len(loads), loads=loads)
         self._shares = [deque(requests[i].id for i in share) for share in plan]
         self._changes = 0

@@ -144,6 +144,14 @@ def read_config(config: Mapping[str, Any]) -> Any:
     return LoraConfig.from_peft_type(**config)
 
 
+def _of_adapter(config: Any) -> dict[str, Any]:
+    return {
+        "lora_rank": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_target_modules": _listed(config.target_modules),
+    }
+
+
 def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
     """The `lora_*` settings, completed from the adapter or with their defaults.
 
@@ -159,11 +167,7 @@ def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
         return (
             {n: own[n] if given[n] is None else given[n] for n in own} if given["lora_rank"] else {}
         )
-    own = {
-        "lora_rank": adapter.r,
-        "lora_alpha": adapter.lora_alpha,
-        "lora_target_modules": _listed(adapter.target_modules),
-    }
+    own = _of_adapter(adapter)
     for name, value in own.items():
         if given[name] and _listed(given[name]) != value:
             raise UsageError(
@@ -289,9 +293,4 @@ def settings_of(config: Any) -> dict[str, Any]:
             "here. Use `LoraConfig` with `r`, `lora_alpha` and `target_modules` alone; peft's "
             "default of `target_modules` depends on the model. The policy never uses dropout."
         )
-    targets = config.target_modules
-    return {
-        "lora_rank": config.r,
-        "lora_alpha": config.lora_alpha,
-        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }
+    return _of_adapter(config)

@@ -32,10 +32,10 @@ def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any)
     """
     groups: list[Any] = [{"params": [*parameters]}]
     if settings.get("weight_decay"):
-        (whole,) = groups
-        groups[0] = {"params": [p for p in whole["params"] if p.ndim > 1]}
-        flat = [p for p in whole["params"] if p.ndim <= 1]
-        groups += [{"params": flat, "weight_decay": 0.0}] * bool(flat)
+        parameters = groups[0]["params"]
+        flat = [p for p in parameters if p.ndim <= 1]
+        groups = [{"params": [p for p in parameters if p.ndim > 1]}]
+        groups += [{"params": flat, "weight_decay": 0.0}] if flat else []
     optimizer = AdamW(groups, fused=True if fused else None, **settings)
     _leave_scale(optimizer)
     return optimizer
