@@ -201,6 +201,8 @@ class Completion:
     """State of its environment after the last reply, if it gives one."""
     given: dict[int, Any] = field(default_factory=dict)
     """Results of reward functions that were called with its environment, by number."""
+    reward_seconds: float = field(default=0.0, compare=False)
+    """Duration of the calls of reward functions, one after the other; not in checkpoints."""
     failure: str | None = field(default=None, compare=False)
     """The first reward function that failed, and its error; not in checkpoints."""
     dropped: str | None = None

@@ -49,13 +49,14 @@ from lit_rlsched.callbacks import (
     RolloutLogger,
     RoundCheckpoint,
 )
+from lit_rlsched.scheduling.trace_files import Traces
 
 ROUNDS = 5
 TIMED = re.compile(
     r"^time/|seconds|per_second|/bubble_ratio$|^rollout/ahead_steps$|^streamed_training/"
 )
 """Metrics that follow the clock. Only their names are recorded."""
-LEFT_OUT_OF_TRACES = ("start", "end")
+LEFT_OUT_OF_TRACES = ("start", "end", "seconds")
 """Columns of a trace that are times."""
 
 
@@ -233,14 +234,12 @@ def describe_group(group: Any) -> dict[str, Any]:
 
 def read_traces(folder: Path) -> dict[str, Any]:
     """What ran when, counted in steps."""
-    import pyarrow.parquet as pq
-
-    tables = {}
-    for path in sorted(folder.glob("*.parquet")):
-        columns = pq.read_table(path).to_pydict()
+    traces, tables = Traces(folder), {}
+    for name in ("spans", "steps", "updates"):
+        columns = traces.table(name).to_pydict()
         kept = {k: v for k, v in sorted(columns.items()) if k not in LEFT_OUT_OF_TRACES}
         if kept:
-            tables[path.stem] = kept
+            tables[name] = kept
     return tables
 
 
@@ -285,7 +284,7 @@ def run(
             callbacks=[
                 RNGState(),
                 *schedule.callbacks(),
-                RolloutLogger(num_completions=1000, save_trace=True),
+                RolloutLogger(num_completions=1000),
                 CompletionWriter(),
                 recorder,
                 *stop,

@@ -52,9 +52,8 @@ class InFlightUpdates(AheadRollout):
         prompts_in_flight: From `prompts_per_round` to `max_staleness` times as many (more with
             `verify`) decode at the same time. More keep the engine fuller, fewer widen the window.
             By default half a round below `max_staleness` rounds; with `verify` 1.5 rounds at least.
-        replay: Folder `traces` of a run with `pace="free"` and `RolloutLogger(save_trace=True)`, to
-            change weights at the same turns. With the same settings and checkpoints the run is the
-            same, bit for bit.
+        replay: Folder of a run with `pace="free"` and `RolloutLogger`, to change weights at the
+            same turns. With the same settings and checkpoints the run is the same, bit for bit.
 
     Raises:
         UsageError: an argument is out of range, or `replay` has no traces.

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
+from lit_rlsched.run.saving.traces import RunTraces
+from lit_rlsched.run.switches import switches_of
 from lit_rlsched.settings import check_count
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
@@ -187,7 +189,8 @@ class RolloutLogger(RolloutCallback):
         every_n_rounds: Rounds between two tables of completions.
         pictures_every_n_rounds: Rounds between two sets of pictures; the end of training always
             gets one.
-        save_trace: Whether to keep each round's trace as Parquet files in `traces/`.
+        save_trace: Whether to keep what ran when as Parquet files in `traces/`, for `lit-rlsched
+            simulate`; the newest 256 MiB.
 
     Raises:
         ValueError: a number is out of range.
@@ -202,7 +205,7 @@ class RolloutLogger(RolloutCallback):
         num_completions: int = 16,
         every_n_rounds: int = 1,
         pictures_every_n_rounds: int = 20,
-        save_trace: bool = False,
+        save_trace: bool = True,
     ) -> None:
         check_count("RolloutLogger", "num_completions", num_completions, 0)
         check_count("RolloutLogger", "every_n_rounds", every_n_rounds, 1)
@@ -212,6 +215,7 @@ class RolloutLogger(RolloutCallback):
         self.save_trace = save_trace
         self.table = CompletionsTable(num_completions)
         self._last: Round | None = None
+        self._traces: RunTraces | None = None
         self._occupied: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -234,12 +238,12 @@ class RolloutLogger(RolloutCallback):
             return
         folder = folder_of(trainer)
         if first:
-            self._drop_rounds(folder, round.ordinal)
+            self._begin(trainer, folder, round.ordinal)
         if round.number % self.every_n_rounds == 0:
             names = run_of(trainer, self).settings.rewards.names
             self.table.add(round, names, folder / "completions.jsonl")
-        if self.save_trace:
-            _save_trace(round, folder / "traces")
+        if self._traces is not None:
+            self._traces.add(round)
         if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
         elif first:  # whoever looks early sees whether answers look as they should
@@ -249,7 +253,9 @@ class RolloutLogger(RolloutCallback):
         """Draw the pictures."""
         if _writes(trainer):
             self._draw(trainer)
-        self._last = None
+        if self._traces is not None:
+            self._traces.end()
+        self._last = self._traces = None
 
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
@@ -259,13 +265,15 @@ class RolloutLogger(RolloutCallback):
         pictures.publish(pictures.draw(record, self._last, name), trainer)
         self.table.publish(trainer.loggers, trainer.global_step)
 
-    def _drop_rounds(self, folder: Path, number: int) -> None:
+    def _begin(self, trainer: Trainer, folder: Path, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
         folder.mkdir(parents=True, exist_ok=True)
         self.table.begin(folder / "completions.jsonl", number)
-        for path in (folder / "traces").glob("round_*.parquet"):
-            if int(path.stem.split("_")[1]) >= number:
-                path.unlink()
+        if self.save_trace:
+            run = run_of(trainer, self)
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            self._traces = RunTraces(run, folder / "traces", switches_of(callbacks))
+            self._traces.begin(number)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""
@@ -293,13 +301,3 @@ class RolloutLogger(RolloutCallback):
 
 def _writes(trainer: Trainer) -> bool:
     return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
-
-
-def _save_trace(round: Round, folder: Path) -> None:
-    import pyarrow.parquet as pq
-
-    if round.trace is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, table in round.trace.tables().items():
-        pq.write_table(table, folder / f"round_{round.ordinal:05}_{name}.parquet")

@@ -11,7 +11,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.trainer import log_now
-from lit_rlsched.scheduling.timeline import TRAINER, Lap
+from lit_rlsched.scheduling.timeline import Lap
 from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 
@@ -118,17 +118,6 @@ class Timeline(RolloutCallback):
         self.rounds_in_picture = rounds_in_picture
         self._laps: list[Lap] = []
         self._file: TraceFile | None = None
-        self._began = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Note when the update or a part of it begins."""
-        if (session := run_of(trainer, self).session) is not None:
-            self._began = session.timeline.now()
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Record the update or a part of it."""
-        if (session := run_of(trainer, self).session) is not None:
-            session.timeline.add(TRAINER, "update", self._began, session.timeline.now())
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log and write what happened since the rollout before this one."""
@@ -138,17 +127,15 @@ class Timeline(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and write what happened since the last rollout."""
-        session = run_of(trainer, self).session
-        if session is not None and self._laps:
-            session.timeline.mark()
+        if run_of(trainer, self).session is not None and self._laps:
             log_now(trainer, self._take(trainer))
             self._draw(trainer)
         self._laps, self._file = [], None
 
     def _take(self, trainer: Trainer) -> dict[str, float]:
         run = run_of(trainer, self)
-        assert run.session is not None
-        lap, clock = run.session.timeline.lap(), run.clock
+        assert run.session is not None and run.session.timeline.last is not None
+        lap, clock = run.session.timeline.last, run.clock
         self._laps = [*self._laps, lap][-self.rounds_in_picture :]
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if self._file is None:

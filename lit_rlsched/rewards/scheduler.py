@@ -110,7 +110,7 @@ class RewardScheduler:
         self._is_async = [is_async(function) for function in reward_funcs]
         self.offered = [offered_arguments(function) for function in reward_funcs]
         """Arguments besides TRL's that each function is called with."""
-        self._num_workers = workers
+        self.num_workers = workers
         self.env_vars = check_env_vars(env_vars)
         """Names of environment variables that all workers see besides the usual ones."""
         self._memory_limit = check_memory_limit(memory_limit)
@@ -212,7 +212,7 @@ class RewardScheduler:
         pickled = [self.pickled(index) for index in range(len(self._functions))]
         hide_environment()
         kinds = self._functions_by_environment()
-        memory = self._memory_limit or machine_memory() // 2 // (self._num_workers * len(kinds))
+        memory = self._memory_limit or machine_memory() // 2 // (self.num_workers * len(kinds))
         for variables, indices in kinds.items():
             setup = {
                 "functions": {index: pickled[index] for index in indices},
@@ -222,7 +222,7 @@ class RewardScheduler:
             }
             environment = worker_environment(variables)
             self._pools.append(
-                WorkerPool(setup, self.names, environment, self._num_workers, self._selector)
+                WorkerPool(setup, self.names, environment, self.num_workers, self._selector)
             )
         try:
             for pool in self._pools:

@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.scheduling.in_flight_updates import OWNER, Pace
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
 POLL = 0.5
@@ -119,22 +119,19 @@ def recorded_turns(folder: str | None) -> dict[int, set[int]] | None:
     """Read at which turns weights changed, by the version that each rollout began with.
 
     Args:
-        folder: Folder `traces` of a run; `None`: no run is replayed.
+        folder: Folder of a run, or its `traces`; `None`: no run is replayed.
 
     Raises:
         UsageError: the folder has no traces of a run with updates in flight.
     """
     if folder is None:
         return None
-    import pyarrow.parquet as pq
-
     turns: dict[int, set[int]] = {}
-    for path in Path(folder).glob("round_*_updates.parquet"):
-        for row in pq.read_table(path).to_pylist():
-            turns.setdefault(row["began"], set()).add(row["turn"])
+    for row in Traces(folder).rows("updates"):
+        turns.setdefault(row["began"], set()).add(row["turn"])
     if not turns:
         raise UsageError(
-            f"`{OWNER}(replay={folder!r})`: there is no `round_*_updates.parquet`. Give the folder "
-            "`traces` of a run with `pace='free'` and `RolloutLogger(save_trace=True)`."
+            f"`{OWNER}(replay={folder!r})`: the weights of that run did not change during a "
+            "rollout. Give the folder of a run with `pace='free'` and `RolloutLogger`."
         )
     return turns

@@ -14,6 +14,11 @@ def class_names(callbacks: Iterable[object]) -> frozenset[str]:
     return frozenset(of.__name__ for callback in callbacks for of in type(callback).__mro__)
 
 
+def switches_of(callbacks: Iterable[object]) -> list[Switch]:
+    """Return the callbacks that set fields of the schedule."""
+    return [c for c in callbacks if isinstance(c, Switch) and c.sets is not None]
+
+
 def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
     """Return the schedule that callbacks set; no Trainer is needed.
 
@@ -29,7 +34,7 @@ def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
         settings = RolloutDataModule(prompts, reward, prompts_per_round=8).run.settings
         rule = make_schedule([TailBatching()], RunFacts(settings)).rule
     """
-    switches = [c for c in callbacks if isinstance(c, Switch) and c.sets is not None]
+    switches = switches_of(callbacks)
     for setting in dict.fromkeys(switch.sets for switch in switches):
         if len(alike := [c for c in switches if c.sets == setting]) > 1:
             names = " and ".join(f"`{type(c).__name__}`" for c in alike)

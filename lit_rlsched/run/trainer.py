@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
 from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.scheduling.timeline import TRAINER, UPDATE, Timeline
 from lit_rlsched.settings import UsageError
 
 
@@ -34,12 +35,19 @@ class FitSettings:
         trainer: A Trainer about to fit, with its module and data module.
         steps_per_round: Number of optimizer steps per round, iterations included.
         record: Gets what the module logs.
+        timeline: Returns what gets the times of updates, if it is there.
 
     Raises:
         UsageError: a limit leaves no step, or `accumulate_grad_batches` is set.
     """
 
-    def __init__(self, trainer: Trainer, steps_per_round: int, record: RunRecord) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        steps_per_round: int,
+        record: RunRecord,
+        timeline: Callable[[], Timeline | None] = lambda: None,
+    ) -> None:
         self._trainer = trainer
         self._before: dict[str, Any] = {}
         self._added: list[Callback] = []
@@ -54,7 +62,7 @@ class FitSettings:
             bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
-        self._add(Recorder(record))
+        self._add(Recorder(record, timeline))
 
     @property
     def is_last_round(self) -> bool:
@@ -178,19 +186,32 @@ def is_partial_check(trainer: Trainer) -> bool:
 
 
 class Recorder(Callback):
-    """Adds to the run's record what the module logs, whatever module it is."""
+    """Adds to the run's record what the module logs, and to its timeline when it is updated."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(
+        self, record: RunRecord, timeline: Callable[[], Timeline | None] = lambda: None
+    ) -> None:
         self.record = record
+        self._timeline = timeline
+        self._began = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Count the epoch if Lightning has not."""
+        """Count the epoch if Lightning has not, and note when the update or a part of it begins."""
         count_epoch(trainer)
+        self._began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Add the metrics of the round's last step, before a checkpoint is saved."""
         metrics = trainer.callback_metrics
         self.record.add_metrics({k: metrics[k] for k in ("kl", "entropy") if k in metrics})
+        if (timeline := self._timeline()) is not None:
+            timeline.add(TRAINER, UPDATE, self._began, timeline.now())
+
+    def on_fit_end(self, trainer: Trainer, *args: Any) -> None:
+        """Take the last lap of the timeline: the last update."""
+        if (timeline := self._timeline()) is not None:
+            timeline.mark()
+            timeline.lap()
 
     def on_validation_end(self, trainer: Trainer, *args: Any) -> None:
         """Add the `val/` metrics; those of step 0 are the baseline."""

@@ -40,6 +40,7 @@ from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.learner import Learner, PlainLearner
@@ -173,6 +174,11 @@ class TrainingRun:
         """Number of steps taken of the current round."""
         return (trainer or self.trainer).global_step - self._start + self._empty_steps
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """When trainer and engines work, on rank 0 while the session runs."""
+        return None if self.session is None else self.session.timeline
+
     def join(self, trainer: Trainer, trains: bool) -> None:
         """Form a team with the Trainer's other processes, and let its callbacks set the schedule.
 
@@ -236,7 +242,7 @@ class TrainingRun:
         if self._last not in (None, self.trainer):  # policy versions begin again at 0
             self.record.load_state_dict({})
         steps = self.settings.steps_per_epoch
-        self.fit_settings = FitSettings(self.trainer, steps, self.record)
+        self.fit_settings = FitSettings(self.trainer, steps, self.record, lambda: self.timeline)
         self.clock.start()
         describe_runs(self.trainer, self.settings.engine)
 
@@ -351,6 +357,8 @@ class TrainingRun:
         limit, in_groups = settings.sampling.max_completion_length, self.learner.needs_group
         for text in self.advice.of_round(round, self.record, limit, in_groups):
             rank_zero_warn(text)
+        assert self.timeline is not None
+        self.timeline.lap()
         fire(trainer, "on_round_end", round)
         return round, self.counters
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lit_rlsched.scheduling.length_prediction import LengthPredictor, drawn, within_limit
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_finite, check_range
 from lit_rlsched.types import Request, Sample, stable_hash
 
@@ -50,8 +51,8 @@ class TraceLengths:
     Args:
         lengths: Lengths by request id; or a list of which each id takes one by its hash; or the
             path of a Parquet or JSONL file like the spans of a `RolloutTrace`, with the column
-            `tokens` and optionally `request`; or the folder `traces/` that
-            `RolloutLogger(save_trace=True)` writes, with all its rounds.
+            `tokens` and optionally `request`; or the folder of a run with `RolloutLogger`, with all
+            its rounds.
     """
 
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
@@ -132,8 +133,7 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a resumed request add up."""
     if not path.exists():
         raise UsageError(f"trace {str(path)!r}: there is no such file or folder")
-    files = sorted(path.glob("*_spans.parquet")) if path.is_dir() else [path]
-    table = [row for file in files for row in _rows(file)]
+    table = Traces(path).rows("spans") if path.is_dir() else _rows(path)
     if not table or "tokens" not in table[0]:
         raise UsageError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
     if "request" not in table[0]:

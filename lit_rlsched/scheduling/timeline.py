@@ -58,6 +58,7 @@ def seconds(spans: Iterable[Span]) -> float:
 
 TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
 DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
+UPDATE = "update"
 SPECULATE = "speculate"
 """Decoding with draft tokens."""
 DECODING = {DECODE, SPECULATE}
@@ -196,6 +197,8 @@ class Timeline:
         self._known: deque[Interval] = deque(maxlen=MOST)
         self._start = self._end = now()
         self._engines = 0
+        self.last: Lap | None = None
+        """The newest lap."""
 
     def add(
         self, lane: str, what: str, start: float, end: float, waits_for: str | None = None
@@ -263,7 +266,8 @@ class Timeline:
         for name in names:
             others = union(s for other, spans in busy.items() if other != name for s in spans)
             lanes[name] = filled_engine(name, flat[name], whole, others, trainer)
-        return Lap(start, end, lanes)
+        self.last = Lap(start, end, lanes)
+        return self.last
 
 
 def _total(intervals: Iterable[Interval], waits_for: str | None) -> float:

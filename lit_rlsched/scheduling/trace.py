@@ -305,14 +305,39 @@ class RolloutTrace:
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:
-        """Arrow tables for Parquet: `steps`, `spans` and, if they have rows, `work`, `updates`."""
+        """Arrow tables for Parquet: `steps` (windows of them), `spans` and `updates`."""
         import pyarrow as pa
 
-        tables = {"steps": pa.table(self.steps), "spans": pa.table(self.spans)}
-        if self.work:
-            start, end = zip(*self.work, strict=True)
-            tables["work"] = pa.table({"start": start, "end": end})
-        if self.updates:
-            columns = zip(UPDATE_COLUMNS, zip(*self.updates, strict=True), strict=True)
-            tables["updates"] = pa.table({name: [*values] for name, values in columns})
-        return tables
+        turns = zip(UPDATE_COLUMNS, zip(*self.updates, strict=True), strict=False)
+        return {
+            "steps": pa.table(self.windows()),
+            "spans": pa.table(self.spans),
+            "updates": pa.table({name: [*values] for name, values in turns}),
+        }
+
+    def windows(self, most: int = 256) -> dict[str, np.ndarray]:
+        """Return sums over windows of successive steps of an engine, at most `most` of each engine.
+
+        Columns that a step has once for each decode step, `running` and `kv_tokens`, are multiplied
+        by its number of them, so that sums of any windows fit the same linear model of seconds.
+        `seconds` are those within steps; the others from `start` to `end` lie between two steps.
+        """
+        steps = {name: np.asarray(column) for name, column in self.steps.items()}
+        ran = steps["decode_steps"] > 0  # not one that stands for a time without requests
+        steps = {name: column[ran] for name, column in steps.items()}
+        steps["seconds"] = steps["end"] - steps["start"]
+        for name in ("running", "kv_tokens"):
+            steps[name] = steps[name] * steps["decode_steps"]
+        of = steps.pop("engine", np.zeros(len(steps["start"]))).astype(int)
+        parts = []
+        for engine in range(self.engines):
+            rows = np.flatnonzero(of == engine)
+            parts += np.array_split(rows, min(most, len(rows))) if len(rows) else []
+        windows = {
+            name: np.array([column[part].sum() for part in parts], column.dtype)
+            for name, column in steps.items()
+        }
+        for name, place in (("start", 0), ("end", -1)):
+            windows[name] = np.array([steps[name][part[place]] for part in parts], float)
+        engines = np.array([of[part[0]] for part in parts], int)
+        return {"engine": engines, "steps": np.array([*map(len, parts)], int), **windows}

@@ -151,7 +151,7 @@ def test_validation_is_neither_predicted_nor_learned_from(fit, sums):
 @pytest.mark.slow
 def test_an_oracle_replays_a_run(fit, tmp_path):
     setting = {"trainer": {"default_root_dir": tmp_path, "max_epochs": 2, "precision": "64-true"}}
-    plain, _ = drawn(fit, RolloutLogger(save_trace=True), **setting)
+    plain, _ = drawn(fit, RolloutLogger(), **setting)
     traces = next(tmp_path.glob("**/traces"))
     oracle = LengthPrediction(Oracle(str(traces)), 0)
     slots = MicroGroupSampling(slots=3, order="planned")

@@ -21,11 +21,14 @@ from lit_rlsched.callbacks.rollout_logger import SHOWN_ROWS, CompletionsTable
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.run.record import MOST_PROMPTS, WHOLE_ROUNDS, RunRecord
+from lit_rlsched.run.saving.resuming import SAME_ON_RESUME
 from lit_rlsched.run.trainer import Clock, Recorder
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
+from lit_rlsched.training.schedule import RunFacts
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 40
@@ -83,14 +86,20 @@ def make_trainer(folder: Path, *loggers):
     datamodule.run = TrainingRun.__new__(TrainingRun)
     datamodule.run.counters = {"num_completions": 24}
     datamodule.run.record, datamodule.run.clock = RunRecord(), Clock()
+    datamodule.run.session, datamodule.run.facts = None, RunFacts(None)
+    rewards = SimpleNamespace(names=["accuracy", "format"], weights=[1.0, 1.0], num_workers=1)
     datamodule.run.settings = SimpleNamespace(
-        rewards=SimpleNamespace(names=["accuracy", "format"]),
+        rewards=rewards,
+        engine=SimpleNamespace(engines=["engine"]),
+        sampling=Sampling(LIMIT),
+        **dict.fromkeys(SAME_ON_RESUME, 1),
         evaluation=SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7)),
     )
     return SimpleNamespace(
         default_root_dir=str(folder),
         datamodule=datamodule,
         loggers=list(loggers),
+        callbacks=[],
         is_global_zero=True,
         fast_dev_run=False,
         sanity_checking=False,
@@ -235,13 +244,23 @@ def test_writes_nothing_on_fast_dev_run_and_other_ranks(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_traces_are_kept_as_parquet(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    run(RolloutLogger(save_trace=True), make_trainer(tmp_path), [7])
-    spans = parquet.read_table(tmp_path / "traces" / "round_00008_spans.parquet")
-    assert spans.num_rows == 12
-    steps = parquet.read_table(tmp_path / "traces" / "round_00008_steps.parquet")
-    assert steps.num_rows == make_round(7).trace.decode_steps
+def test_traces_are_kept_by_default(tmp_path):
+    rounds = [make_round(number) for number in (6, 7)]
+    run(RolloutLogger(), make_trainer(tmp_path), [6, 7])
+    traces = Traces(tmp_path)
+    assert traces.about["max_completion_length"] == LIMIT
+    spans, steps = traces.rows("spans"), traces.rows("steps")
+    assert [row["round"] for row in spans] == [7] * 12 + [8] * 12
+    assert sum(row["tokens"] for row in spans) == sum(r.trace.tokens for r in rounds)
+    assert sum(row["decode_steps"] for row in steps) == sum(r.trace.decode_steps for r in rounds)
+    rows = traces.rows("completions")
+    assert [row["drawn"] for row in rows] == [c.drawn for r in rounds for c in r.completions]
+    assert dict(traces.rows("rounds")[1]["metrics"])["reward"] == pytest.approx(0.7)
+
+
+def test_a_run_without_traces(tmp_path):
+    run(RolloutLogger(save_trace=False), make_trainer(tmp_path), [0])
+    assert not (tmp_path / "traces").exists()
 
 
 # Loggers.

@@ -4,7 +4,6 @@ from statistics import NormalDist
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from lit_rlsched.scheduling.recorded_lengths import (
@@ -13,6 +12,7 @@ from lit_rlsched.scheduling.recorded_lengths import (
     RecordedCompletions,
     TraceLengths,
 )
+from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sample, Sampling, stable_hash
 
@@ -64,10 +64,11 @@ def test_given_lengths_are_looked_up_or_drawn():
 
 
 def test_a_folder_of_traces_is_read_whole(tmp_path):
-    for number, rows in enumerate(({"a": 3, "b": 4}, {"a": 30, "c": 5})):
-        spans = {"request": list(rows), "tokens": list(rows.values())}
-        pq.write_table(pa.table(spans), tmp_path / f"{number}_spans.parquet")
-    pq.write_table(pa.table({"request": ["a"], "tokens": [99]}), tmp_path / "0_steps.parquet")
+    writer = TraceWriter(tmp_path)
+    writer.begin(1, {})
+    for number, rows in enumerate(({"a": 3, "b": 4}, {"a": 30, "c": 5}), start=1):
+        spans = pa.table({"request": list(rows), "tokens": list(rows.values())})
+        writer.add(number, {"spans": spans, "steps": pa.table({"tokens": [99]})})
     for path in (tmp_path, str(tmp_path)):
         assert dict(TraceLengths(path).lengths) == {"a": 33, "b": 4, "c": 5}
 

@@ -1,0 +1,142 @@
+"""What a run leaves for `lit-rlsched calibrate`, `simulate` and its report: rows of each round."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_rlsched.run.training_run import TrainingRun
+from lit_rlsched.scheduling.timeline import Lap
+from lit_rlsched.scheduling.trace_files import TraceWriter
+from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.training.schedule import Switch
+from lit_rlsched.types import ENVIRONMENT, Sample
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class RunTraces:
+    """Writes the traces of a run.
+
+    Args:
+        run: The run.
+        folder: Folder of the traces.
+        switches: The callbacks that set its schedule.
+    """
+
+    def __init__(self, run: TrainingRun, folder: Path, switches: Sequence[Switch] = ()) -> None:
+        self._run = run
+        self._files = TraceWriter(folder)
+        self._switches = [json.dumps(described(switch)) for switch in switches]
+        self._begun = False
+
+    def begin(self, number: int) -> None:
+        """Delete what the folder has of round `number` and later, of another or an earlier run."""
+        settings = self._run.settings
+        engines = settings.engine.engines
+        about = {
+            "model": self._run.facts.module.get("model"),
+            "engine": type(engines[0]).__name__,
+            "engines": len(engines),
+            "ranks": self._run.facts.ranks,
+            "prompts_per_round": settings.prompts_per_round,
+            "num_generations": settings.num_generations,
+            "steps_per_round": settings.steps_per_round,
+            "num_iterations": settings.num_iterations,
+            "max_completion_length": settings.sampling.max_completion_length,
+            "reward_workers": settings.rewards.num_workers,
+            "reward_funcs": settings.rewards.names,
+        }
+        self._files.begin(number, about)
+        self._begun = True
+
+    def add(self, round: Round) -> None:
+        """Write the rows of a round that was drawn, before it is trained on."""
+        import pyarrow as pa
+
+        clock, timeline = self._run.clock.at, self._run.timeline
+        tables = {"completions": pa.Table.from_pylist(self._completions(round))}
+        of_round = {
+            "version": round.version,
+            "clock": self._run.clock.seconds,
+            "began": None,
+            "slots": 0,
+            "switches": self._switches,
+            "metrics": [(name, float(value)) for name, value in round.metrics.items()],
+        }
+        if (trace := round.trace) is not None:
+            tables |= trace.tables()
+            of_round["slots"] = trace.slots
+            if trace.origin is not None:
+                of_round["began"] = clock(trace.origin)
+        if timeline is not None and timeline.last is not None:
+            tables["intervals"] = intervals(timeline.last, clock)
+        tables["rounds"] = pa.Table.from_pylist([of_round], _rounds())
+        self._files.add(round.ordinal, tables)
+
+    def end(self) -> None:
+        """Write what came after the last round."""
+        timeline, record = self._run.timeline, self._run.record
+        if self._begun and timeline is not None and timeline.last is not None:
+            table = intervals(timeline.last, self._run.clock.at)
+            self._files.add(record.num_rounds + 1, {"intervals": table})
+
+    def _completions(self, round: Round) -> list[dict[str, Any]]:
+        rewards = reward_matrix(round.groups, self._run.settings.rewards.weights).tolist()
+        return [
+            {
+                "request": Sample(group, completion).id,
+                "uid": group.prompt.uid,
+                "prompt_tokens": len(group.prompt.token_ids),
+                "tokens": len(completion.token_ids),
+                "drawn": completion.drawn,
+                "version": next((v for v, _ in completion.segments if v != ENVIRONMENT), None),
+                "reward": of[completion.index],
+                "advantage": completion.advantage,
+                "reward_seconds": completion.reward_seconds,
+                "waited": completion.waited,
+                "deferred": group.deferred,
+                "attempts": completion.attempts,
+                "fate": completion.dropped or completion.finish_reason,
+            }
+            for group, of in zip(round.groups, rewards, strict=True)
+            for completion in group.completions
+        ]
+
+
+def described(switch: Switch) -> dict[str, Any]:
+    """Return a callback as in a configuration file."""
+    return {"class_path": type(switch).__name__, "init_args": getattr(switch, "init_args", {})}
+
+
+def _rounds() -> "pa.Schema":
+    """Types of a round's row; `metrics` is a map, as rounds may differ in what they have."""
+    import pyarrow as pa
+
+    return pa.schema(
+        {
+            "version": pa.int64(),
+            "clock": pa.float64(),
+            "began": pa.float64(),
+            "slots": pa.int64(),
+            "switches": pa.list_(pa.string()),
+            "metrics": pa.map_(pa.string(), pa.float64()),
+        }
+    )
+
+
+def intervals(lap: Lap, clock: Callable[[float], float]) -> "pa.Table":
+    """Return the intervals of all lanes, in seconds of the run's clock."""
+    import pyarrow as pa
+
+    rows = [interval for lane in lap.lanes.values() for interval in lane]
+    return pa.table(
+        {
+            "lane": [row.lane for row in rows],
+            "what": [row.what for row in rows],
+            "start": [clock(row.start) for row in rows],
+            "end": [clock(row.end) for row in rows],
+            "waits_for": pa.array([row.waits_for for row in rows], pa.string()),
+        }
+    )

@@ -1,0 +1,201 @@
+"""Traces of a run on disk: Parquet files that are whole whenever the run is killed."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_rlsched.settings import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT = 1
+ABOUT = "about.json"
+"""What holds for all rounds of the run."""
+TABLES = ("rounds", "completions", "spans", "steps", "intervals", "updates")
+"""Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds."""
+MERGED = 32
+"""Files of single rounds that become one file."""
+MOST_BYTES = 2**28
+"""Size from which on the oldest rounds are deleted."""
+
+
+class Part(NamedTuple):
+    """A file with rows of some rounds."""
+
+    first: int
+    last: int
+    path: Path
+
+
+def parts_of(folder: Path) -> list[Part]:
+    """Return the files of a table in order, without those that a merged file replaces.
+
+    A kill between a merge and the deletion of what it has merged leaves both.
+    """
+    found: list[Part] = []
+    for path in folder.glob("*-*.parquet"):
+        first, _, last = path.stem.partition("-")
+        if first.isdecimal() and last.isdecimal():
+            found.append(Part(int(first), int(last), path))
+    whole: list[Part] = []
+    for part in sorted(found, key=lambda part: (part.first, -part.last)):
+        if not whole or part.last > whole[-1].last:
+            whole.append(part)
+    return whole
+
+
+class TraceWriter:
+    """Adds rounds to the traces of a run.
+
+    Each file is written under another name and then renamed, so a reader never sees half of one.
+
+    Args:
+        folder: Folder of the traces.
+        most_bytes: Size of all files together that is kept.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._folder = folder
+        self._most_bytes = most_bytes
+
+    def begin(self, number: int, about: Mapping[str, Any]) -> None:
+        """Go on before round `number`: delete rows of that round and later.
+
+        Args:
+            number: Number of the round; the first is 1.
+            about: What holds for all rounds, as JSON.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.rglob("*.tmp"):
+            path.unlink()
+        for table in TABLES:
+            kept = parts_of(self._folder / table)
+            for path in (self._folder / table).glob("*.parquet"):
+                if path not in {part.path for part in kept}:
+                    path.unlink()
+            for part in kept:
+                if part.last >= number:
+                    if part.first < number:
+                        self._write(table, part.first, number - 1, _before(part.path, number))
+                    part.path.unlink()
+        text = json.dumps({"format": FORMAT, **about}, indent=1)
+        _whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def add(self, number: int, tables: Mapping[str, "pa.Table"]) -> None:
+        """Write the rows of a round, each table with its number as the first column."""
+        for name, table in tables.items():
+            if table.num_rows:
+                column = [[number] * table.num_rows]
+                self._write(name, number, number, table.add_column(0, "round", column))
+                self._merge(name)
+        self._rotate()
+
+    def _write(self, name: str, first: int, last: int, table: "pa.Table") -> None:
+        import pyarrow.parquet as pq
+
+        path = self._folder / name / f"{first:06}-{last:06}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _whole(path, lambda at: pq.write_table(table, at))
+
+    def _merge(self, name: str) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        single = [part for part in parts_of(self._folder / name) if part.first == part.last]
+        if len(single) < MERGED:
+            return
+        tables = [pq.ParquetFile(part.path).read() for part in single]
+        merged = pa.concat_tables(tables, promote_options="permissive")
+        self._write(name, single[0].first, single[-1].last, merged)
+        for part in single:
+            part.path.unlink()
+
+    def _rotate(self) -> None:
+        """Delete the oldest rounds of all tables, but never the newest file of one."""
+        parts = {name: parts_of(self._folder / name) for name in TABLES}
+        sizes = {part.path: part.path.stat().st_size for of in parts.values() for part in of}
+        total = sum(sizes.values())
+        while total > self._most_bytes and any(len(of) > 1 for of in parts.values()):
+            oldest = min((of for of in parts.values() if len(of) > 1), key=lambda of: of[0].last)
+            part = oldest.pop(0)
+            total -= sizes[part.path]
+            part.path.unlink()
+
+
+def _whole(path: Path, write: Any) -> None:
+    """Let `write` make a file, which replaces the one at `path` once it is whole."""
+    unfinished = path.with_suffix(".tmp")
+    write(unfinished)
+    os.replace(unfinished, path)
+
+
+def _before(path: Path, number: int) -> "pa.Table":
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    table = pq.ParquetFile(path).read()
+    return table.filter(pc.less(table["round"], number))
+
+
+class Traces:
+    """The traces of a run.
+
+    Args:
+        folder: Folder of a run, or its folder `traces`.
+
+    Raises:
+        UsageError: there are no traces, or they are of another version.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        self.folder = folder if (folder / ABOUT).is_file() else folder / "traces"
+        path = self.folder / ABOUT
+        if not path.is_file():
+            raise UsageError(
+                f"`{folder}` holds no traces. Give the folder of a run with `RolloutLogger`, which "
+                "writes them into `traces/`."
+            )
+        try:
+            self.about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            version = self.about["format"]
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"`{path}` is damaged: it is no JSON of a run's traces.") from None
+        if version != FORMAT:
+            raise UsageError(
+                f"`{path}` has the format {version!r}, and this version of lit_rlsched reads "
+                f"{FORMAT}. Use the version that wrote it."
+            )
+
+    def table(self, name: str) -> "pa.Table":
+        """Return all rows of a table, which may have none, in the order of the rounds.
+
+        Raises:
+            UsageError: a file cannot be read.
+        """
+        import pyarrow as pa
+
+        tables = [*self._read(name)]
+        if not tables:
+            return pa.table({})
+        return pa.concat_tables(tables, promote_options="permissive")
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table."""
+        return self.table(name).to_pylist()
+
+    def _read(self, name: str) -> Iterator["pa.Table"]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        for part in parts_of(self.folder / name):
+            try:
+                yield pq.ParquetFile(part.path).read()
+            except (pa.ArrowInvalid, OSError) as error:
+                raise UsageError(
+                    f"`{part.path}` cannot be read: {error}. Copy it again, or delete it to do "
+                    f"without rounds {part.first} to {part.last}."
+                ) from None
