@@ -23,9 +23,9 @@ from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
-from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
 from lit_rlsched.training.selection import Selection, Stop, is_uninformative
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 

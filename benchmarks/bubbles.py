@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks import results
 from lit_rlsched.rollout.audit import PoolAudit
-from lit_rlsched.rollout.simulate.pools import Mode, PoolOrder, recommend_slots, simulated_pool
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.simulation.pools import Mode, PoolOrder, recommend_slots, simulated_pool
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Prompts per pool, prompts per update, and maximum number of tokens per completion."""

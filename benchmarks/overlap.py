@@ -43,11 +43,11 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
-from lit_rlsched.rollout.simulate.rounds import PromptList, Visit, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
 from lit_rlsched.types import Group, Prompt, Sampling
 
 UPDATE = 3

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from benchmarks import results
 from benchmarks.bubbles import draw_lengths
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.recorded_lengths import Oracle
@@ -24,6 +23,7 @@ from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
 
 SLOTS, UPDATE, UPDATES, LIMIT = 16, 32, 5, 1024

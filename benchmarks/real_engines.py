@@ -38,11 +38,11 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds
 from lit_rlsched.scheduling.admission import Admission, Order
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.simulation.loop import Visit, simulated_rounds
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.types import Prompt, Request, Sampling, stable_hash
 

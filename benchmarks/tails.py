@@ -37,10 +37,10 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, length_bias
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.round_runner import DrawnRound
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.training.block_verification import prefix_weights
 from lit_rlsched.types import Group, Prompt, Request, Sampling, stable_hash
 

@@ -268,13 +268,12 @@ class Completion:
 
     def copy(self) -> "Completion":
         """Return a copy to which tokens can be added without changing this one."""
-        return replace(
-            self,
-            token_ids=self.token_ids[:],
-            logprobs=self.logprobs[:],
-            segments=[*self.segments],
-            messages=[*self.messages],
-        )
+        new = object.__new__(type(self))  # without `__init__`: rounds copy all their completions
+        for name in self.__slots__:
+            setattr(new, name, getattr(self, name))
+        for name in ("token_ids", "logprobs", "segments", "messages"):
+            setattr(new, name, getattr(self, name)[:])
+        return new
 
     def staleness(self, version: int) -> int:
         """Number of policy versions between its first token and `version`."""
@@ -284,8 +283,11 @@ class Completion:
     @property
     def drawn(self) -> int:
         """Number of tokens that policies have drawn, without those of an environment."""
-        replies = sum(tokens for author, tokens in self.segments if author == ENVIRONMENT)
-        return len(self.token_ids) - replies
+        drawn = len(self.token_ids)
+        for author, tokens in self.segments:
+            if author == ENVIRONMENT:
+                drawn -= tokens
+        return drawn
 
     def mask(self, version: int | None = None) -> list[float]:
         """Return 1 for each token that a policy has drawn, or that of `version`; 0 for others."""

@@ -34,7 +34,6 @@ from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.rewards import functions as rewards
 from lit_rlsched.rewards.answers import checked_entry
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
-from lit_rlsched.rollout.simulate.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.run.checks import check_same_ranks
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
@@ -46,6 +45,7 @@ from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
+from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.advantages import group_relative, leave_one_out
 from lit_rlsched.training.losses import check_loss_settings, policy_loss

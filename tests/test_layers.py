@@ -58,7 +58,7 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.tail_batching import TailRound
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
 engine = EnginePool([SimulatedEngine(length_only=True, stream=False) for _ in range(2)])
 session = simulated_session(engine, 16, 201, lambda: Admission(8))

@@ -1,4 +1,4 @@
-"""The subcommands `export`, `convert` and `compare`, which need no settings of a run."""
+"""The subcommands without settings of a run: `export`, `convert`, `compare`, `calibrate` ..."""
 
 from collections.abc import Callable, Collection
 
@@ -34,6 +34,20 @@ def compare_parser() -> Parser:
     return parser
 
 
+def calibrate_parser() -> Parser:
+    """Return the parser of `lit-rlsched calibrate`: the arguments of `simulate.calibrate`."""
+    parser = _parser("calibrate", "Fit what decode steps, updates and rewards cost in a run.")
+    parser.add_argument("run", help="Folder of the run (`runs/quickstart/version_0`).")
+    return parser
+
+
+def simulate_parser() -> Parser:
+    """Return the parser of `lit-rlsched simulate`: the arguments of `simulate.simulate`."""
+    from lit_rlsched.cli.simulate import simulate
+
+    return _parser_of(simulate)
+
+
 def _parser(name: str, about: str) -> Parser:
     parser = Parser(prog=f"lit-rlsched {name}", description=about)
     parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
@@ -47,7 +61,13 @@ def _parser_of(function: Callable[..., object], skip: Collection[str] = ()) -> P
     return parser
 
 
-PARSERS = {"export": export_parser, "convert": convert_parser, "compare": compare_parser}
+PARSERS = {
+    "export": export_parser,
+    "convert": convert_parser,
+    "compare": compare_parser,
+    "calibrate": calibrate_parser,
+    "simulate": simulate_parser,
+}
 """What makes the parser of a subcommand."""
 
 
@@ -70,9 +90,23 @@ def _convert(args: list[str]) -> None:
     print(f"The model of `{given.file}` is in `{convert(**given.as_dict())}`.", flush=True)
 
 
+def _calibrate(args: list[str]) -> None:
+    from lit_rlsched.cli.simulate import calibrate
+
+    print(calibrate(calibrate_parser().parse_args(args).run))
+
+
+def _simulate(args: list[str]) -> None:
+    from lit_rlsched.cli.simulate import simulate
+
+    print(simulate(**simulate_parser().parse_args(args).as_dict()))
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "export": _export,
     "convert": _convert,
     "compare": _compare,
+    "calibrate": _calibrate,
+    "simulate": _simulate,
 }
 """What runs a subcommand with its arguments."""

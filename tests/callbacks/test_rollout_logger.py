@@ -90,7 +90,8 @@ def make_trainer(folder: Path, *loggers):
     rewards = SimpleNamespace(names=["accuracy", "format"], weights=[1.0, 1.0], num_workers=1)
     datamodule.run.settings = SimpleNamespace(
         rewards=rewards,
-        engine=SimpleNamespace(engines=["engine"]),
+        engine=SimpleNamespace(engines=["engine"], name="VLLMEngine"),
+        tokenizer=None,
         sampling=Sampling(LIMIT),
         **dict.fromkeys(SAME_ON_RESUME, 1),
         evaluation=SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7)),

@@ -7,9 +7,9 @@ from transformers import AutoTokenizer
 
 from lit_rlsched.data.repetition import places, repeat
 from lit_rlsched.engines import SimulatedEngine
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.training import advantages as ours
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round, reward_matrix

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec, EngineStats
-from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget, Order
 from lit_rlsched.scheduling.recorded_lengths import (
     LogNormalLengths,
@@ -21,6 +20,7 @@ from lit_rlsched.scheduling.recorded_lengths import (
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.loop import simulated_session
 from lit_rlsched.types import Completion, Event, Group, Prompt, Request, Sampling
 
 EOS = 1

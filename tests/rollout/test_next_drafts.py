@@ -9,9 +9,9 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rollout.controller import Verify
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.scoring import Feedback
-from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulation.loop import simulated_session
 from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Request, Sampling
 
 LIMIT = 40

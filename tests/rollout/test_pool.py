@@ -22,7 +22,6 @@ from lit_rlsched.engines.spec import EngineDied, EngineSpec
 from lit_rlsched.rollout.controller import RolloutController, Verify
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Feedback, Unscored
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import SiblingMax
@@ -30,6 +29,7 @@ from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
 
 LIMIT = 24

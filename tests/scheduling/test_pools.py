@@ -5,8 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.bubbles import bubble_ratio, decode
-from lit_rlsched.rollout.simulate.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.scheduling.sorted_batching import SortedRound
+from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.simulate.rounds import simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.step_times import LEAST_STEPS, StepSpeed, StepTimes
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
+from lit_rlsched.simulation.loop import simulated_session
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 

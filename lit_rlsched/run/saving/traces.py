@@ -34,10 +34,14 @@ class RunTraces:
     def begin(self, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
         settings = self._run.settings
-        engines = settings.engine.engines
+        session, engines, cache = self._run.session, settings.engine.engines, None
+        if session is not None:
+            cache = self._run.startup.cache_bytes_per_token(session.spec)
         about = {
             "model": self._run.facts.module.get("model"),
-            "engine": type(engines[0]).__name__,
+            "tokenizer": settings.tokenizer,
+            "engine": settings.engine.name,
+            "kv_bytes_per_token": cache,
             "engines": len(engines),
             "ranks": self._run.facts.ranks,
             "prompts_per_round": settings.prompts_per_round,

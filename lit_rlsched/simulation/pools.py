@@ -7,12 +7,12 @@ import numpy as np
 
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.round_runner import DrawnRound
-from lit_rlsched.rollout.simulate.rounds import Visit, simulated_rounds, simulated_session
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.planning import Steps
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Prompt, Sampling
 
 Mode = Literal["on_policy", "partial"]

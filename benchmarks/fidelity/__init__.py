@@ -1,0 +1,1 @@
+"""How well simulated seconds are those of real runs: `python -m benchmarks run fidelity`."""

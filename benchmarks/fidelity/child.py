@@ -1,0 +1,76 @@
+"""One run, in a process of its own: the name of its row, a seed and the folder for its traces."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import seed_everything
+
+from benchmarks.fidelity.rows import GENERATIONS, LIMIT, PROMPTS, ROUNDS, ROWS, SCALE, Row
+from benchmarks.ours import make_trainer
+from benchmarks.papers.child import (
+    TASK,
+    GivenLengths,
+    alike,
+    drafts_end_at,
+    parity,
+    read_lengths,
+)
+from benchmarks.papers.child import PROMPTS as ALL
+from benchmarks.papers.rows import MODEL
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import RolloutLogger
+from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.data.tasks import ReasoningGym
+from lit_rlsched.engines import ProcessEngine
+
+
+def scaled_lengths() -> dict[tuple[str, int], int]:
+    """Return the length of each completion by the prompt's uid and its own index."""
+    return {key: -(-length // SCALE) for key, length in read_lengths().items()}
+
+
+class ScaledLengths(GivenLengths):
+    """vLLM whose completions have these lengths."""
+
+    def start(self, spec: Any) -> None:
+        super().start(spec)
+        self._lengths = scaled_lengths()
+
+
+def run(row: Row, seed: int, folder: Path) -> None:
+    """Train some rounds; the folder gets their traces."""
+    keep_heap()
+    drafts_end_at(scaled_lengths())
+    torch.set_num_threads(1)
+    seed_everything(seed, verbose=False)
+    data = RolloutDataModule(
+        ReasoningGym(TASK, "train", ALL).rows(),
+        [parity if row.trains else alike],
+        engine=ProcessEngine(ScaledLengths()),
+        num_engines=row.engines,
+        prompts_per_round=PROMPTS,
+        num_generations=GENERATIONS,
+        max_completion_length=LIMIT,
+        micro_batch_tokens=2048,
+        seed=seed,
+    )
+    trainer = make_trainer(
+        folder,
+        max_epochs=ROUNDS,
+        limit_val_batches=0,
+        callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, pictures_every_n_rounds=99)],
+    )
+    trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a row."""
+    name, seed, folder = arguments
+    run(ROWS[name], int(seed), Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Schedules to choose from: each callback of ours alone, and those that work together."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.drain_filling import DrainFilling
+from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
+from lit_rlsched.callbacks.length_prediction import LengthPrediction
+from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.sorted_batching import SortedBatching
+from lit_rlsched.callbacks.streamed_training import StreamedTraining
+from lit_rlsched.callbacks.tail_batching import TailBatching
+from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.pipeline import unsupported
+from lit_rlsched.training.schedule import RunFacts, Schedule
+
+Option = tuple[Callable[..., Any], dict[str, Any]]
+"""A callback's class and its arguments."""
+
+PLAIN = "no callback"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Callbacks that work together, and the schedule that they make."""
+
+    options: tuple[Option, ...]
+    schedule: Schedule = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """The callbacks as they are written in Python."""
+        return " + ".join(map(written, self.options)) or PLAIN
+
+    @property
+    def beside_update(self) -> bool:
+        """Whether it needs an engine in a process of its own."""
+        return bool(self.schedule.beside_update)
+
+    def callbacks(self) -> list[Any]:
+        """Make the callbacks."""
+        return [make(**arguments) for make, arguments in self.options]
+
+    def overlay(self, engine: str) -> str:
+        """Return a configuration that adds it to a run.
+
+        Args:
+            engine: Class of the run's engine, which goes into a process of its own if it must.
+        """
+        lines = []
+        if self.beside_update:
+            inner = f"    init_args: {{engine: {engine}}}"
+            lines += ["data:", "  engine:", "    class_path: ProcessEngine", inner]
+        lines += ["trainer:", "  callbacks+:"]
+        for make, arguments in self.options:
+            lines.append(f"    - class_path: {_name(make)}")
+            if arguments:
+                pairs = ", ".join(f"{name}: {_yaml(value)}" for name, value in arguments.items())
+                lines.append(f"      init_args: {{{pairs}}}")
+        return "\n".join(lines if self.options else ["# no callback is needed"]) + "\n"
+
+
+def _name(make: Callable[..., Any]) -> str:
+    return str(getattr(make, "__name__", make))
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def written(option: Option) -> str:
+    """Return a callback as it is written in Python."""
+    make, arguments = option
+    return f"{_name(make)}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
+
+
+def options(num_generations: int) -> list[Option]:
+    """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
+    found: list[Option] = [
+        (LengthPrediction, {}),
+        (MicroGroupSampling, {"order": "least_attained"}),
+        (SortedBatching, {"mode": "partial"}),
+        (SortedBatching, {"mode": "verified"}),
+        (SortedBatching, {"mode": "on_policy"}),
+        (TailBatching, {}),
+        (TailBatching, {"reuse_drafts": True}),
+        (TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),
+        (DrainFilling, {}),
+        (AheadRollout, {"correction": "verify"}),
+        (AheadRollout, {"correction": "importance"}),
+        (InFlightUpdates, {}),
+        (StreamedTraining, {}),
+    ]
+    if num_generations > 2:
+        found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
+    return found
+
+
+def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
+    """Return the candidate of some callbacks; `None` if they do not go together."""
+    if len({make for make, _ in chosen}) < len(chosen):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
+            schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
+    except UsageError:
+        return None
+    return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
+
+
+def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
+    """Yield all combinations of at most `most` callbacks that the run allows, the plain one first.
+
+    Args:
+        facts: Facts about the run.
+        most: Number of callbacks.
+    """
+    every = options(facts.settings.num_generations)
+    for number in range(most + 1):
+        for chosen in combinations(every, number):
+            if (found := candidate(chosen, facts)) is not None:
+                yield found

@@ -1,0 +1,359 @@
+"""The subcommands `calibrate` and `simulate`: what steps cost, and what schedules would buy."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lit_rlsched.callbacks.candidates import PLAIN, Candidate, candidates
+from lit_rlsched.datamodule import RolloutDataModule
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.module import GRPOModule
+from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.simulation.costs import Costs, Fit, calibrated
+from lit_rlsched.simulation.peers import PEERS
+from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline
+from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.text import counted, parse_bytes, percent, three_digits
+from lit_rlsched.training.schedule import RunFacts
+
+WARM_UP = 4
+"""Rounds that do not count: the first of a pool, and those until enough prompts are in flight."""
+ENOUGH = 1.02
+"""A schedule of fewer callbacks is recommended if it takes at most this many times as long."""
+BIASED = 0.02
+"""Deviation of trained from drawn length from which on a schedule counts as biased."""
+CONSTRAINTS = ("on_policy", "unbiased", "memory=SIZE")
+LOGNORMAL = ("median", "sigma", "between")
+
+
+def calibrate(run: str) -> str:
+    """Fit what decode steps, updates and rewards cost in a run, and show how well it fits.
+
+    Args:
+        run: Folder of the run.
+    """
+    costs = calibrated(Traces(run))
+    tail = ", ".join(map(_seconds, costs.tail))
+    lines = [
+        *(line for fit in costs.fits for line in _told(fit)),
+        f"weight sync: {_seconds(costs.sync)}",
+        f"verification of drafts: {_seconds(costs.verify)} for each position",
+        f"everything else in a round: {_seconds(costs.other)}",
+        f"reward of a completion: {tail} (median, 95 %, 99 %, maximum)",
+        f"completions with an advantage other than 0: {percent(costs.trained_share)}",
+    ]
+    return "\n".join(lines)
+
+
+UNITS = {
+    "base": "for each step",
+    "running": "for each completion that decodes",
+    "kv": "for each token in the key-value cache",
+    "prefill": "for each prompt or prefix token",
+    "update": "for each update",
+    "position": "for each position that is trained on",
+}
+"""What a term of a fit is multiplied by."""
+
+
+def _told(fit: Fit) -> list[str]:
+    if not fit.observations:
+        return [f"{fit.name}: the run has none"]
+    verdict = "" if fit.fits else ". It does not fit: simulated seconds will be wrong by as much"
+    head = (
+        f"{fit.name}: off by {percent(fit.error)} in the median round, {percent(fit.worst)} in the "
+        f"worst ({fit.observations:,} observed){verdict}"
+    )
+    terms = (f"  {_seconds(value):>12}  {UNITS[name]}" for name, value in fit.terms.items())
+    return [head, *terms]
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size or unit == "us":
+            return f"{three_digits(value / size)} {unit}"
+    raise AssertionError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A schedule of the table."""
+
+    name: str
+    outcome: Outcome
+    of: Candidate | None = None
+    """`None`: a peer's."""
+
+    def refused(self, wanted: Mapping[str, float]) -> bool:
+        """Whether it breaks one of the constraints."""
+        outcome = self.outcome
+        biased = self.of is not None and self.of.schedule.selection is not None
+        biased |= abs(outcome.length_bias - 1) > BIASED
+        return (
+            ("on_policy" in wanted and outcome.stale_share > 0)
+            or ("unbiased" in wanted and biased)
+            or outcome.peak_kv > wanted.get("memory", float("inf"))
+        )
+
+
+def simulate(
+    trace: str | None = None,
+    lengths: str | None = None,
+    constraints: Sequence[str] = (),
+    slots: int | None = None,
+    engines: int | None = None,
+    ranks: int | None = None,
+    prompts_per_round: int | None = None,
+    num_generations: int | None = None,
+    max_completion_length: int | None = None,
+    most_callbacks: int = 2,
+    rounds: int = 20,
+    slowdown: float = 1.0,
+    rank_correlation: float = 0.5,
+    accepted: float = 0.95,
+    seed: int = 0,
+    overlay: str | None = None,
+    picture: str | None = None,
+) -> str:
+    """Simulate every schedule on the lengths of a run or on others, and recommend one.
+
+    Args:
+        trace: Folder of a run: gives the lengths of its completions, and what its steps cost.
+        lengths: Other lengths: `lognormal:median=400,sigma=1`, or a CSV file with a line for each
+            prompt.
+        constraints: What the recommended schedule has to keep to: `on_policy` (no token of an
+            earlier policy is trained on), `unbiased` (short completions are not preferred, none is
+            left out of the update), `memory=4GiB` (key-value cache of an engine).
+        slots: Slots of all engines. By default those of the run, or 256.
+        engines: Number of engines. By default that of the run.
+        ranks: Number of processes that train. By default that of the run.
+        prompts_per_round: Prompts of an update. By default that of the run, or 32.
+        num_generations: Completions of a prompt. By default that of the run, or 8.
+        max_completion_length: Limit of a completion. By default that of the run, or 4096.
+        most_callbacks: Callbacks of ours that are combined.
+        rounds: Rounds that are simulated, after a few that do not count.
+        slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
+            of their own, 2 if they share them.
+        rank_correlation: How well lengths are predicted, from 0 to 1.
+        accepted: Share of drafts that the next policy accepts whole.
+        seed: Seed of lengths from a distribution.
+        overlay: File for the configuration of the recommended schedule.
+        picture: File for a picture of the table: .png, .svg or .pdf.
+    """
+    if trace is None and lengths is None:
+        raise UsageError(
+            "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
+            "`--lengths lognormal:median=400,sigma=1`."
+        )
+    counts = {"most_callbacks": most_callbacks, "rounds": rounds}
+    sizes = {
+        "slots": slots,
+        "engines": engines,
+        "ranks": ranks,
+        "prompts_per_round": prompts_per_round,
+        "num_generations": num_generations,
+        "max_completion_length": max_completion_length,
+    }
+    for name, value in {**counts, **sizes}.items():
+        if value is not None:
+            check_count("simulate", name, value, 1)
+    traces = None if trace is None else Traces(trace)
+    about: dict[str, Any] = {"slots": 256, **DEFAULTS, **(_about(traces) if traces else {})}
+    trained_by = about["ranks"]
+    about |= {name: value for name, value in sizes.items() if value is not None}
+    costs = Costs() if traces is None else calibrated(traces)
+    ours = about["ranks"] / trained_by
+    costs = replace(costs, position=costs.position / ours, verify=costs.verify / ours)
+    wanted = _constraints(constraints, about.get("kv_bytes_per_token"))
+    work = _workload(lengths, traces, about, rounds + WARM_UP, seed)
+    machine = Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted)
+
+    def outcome(schedule: Any, of: Machine = machine) -> Outcome:
+        shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
+        return Pipeline(schedule, work, costs, of, *shape).run(rounds, WARM_UP)
+
+    found = candidates(_facts(about), most_callbacks)
+    rows = [Row(each.name, outcome(each.schedule), each) for each in found]
+    update = about["prompts_per_round"]
+    peers = []
+    for peer in PEERS.values():
+        of = replace(machine, rank_correlation=1.0) if peer.exact_lengths else machine
+        peers.append(Row(peer.name, outcome(peer.schedule(update), of)))
+    plain = next(row for row in rows if row.name == PLAIN)
+    best = recommended(rows, wanted)
+    text = best.of.overlay(about["engine"]) if best is not None and best.of else ""
+    if overlay is not None and text:
+        Path(overlay).write_text(text, encoding="utf-8")
+    if picture is not None:
+        from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
+
+        shown = {row.name: row.outcome for row in [*_first(rows), *peers]}
+        simulated(shown, plain.outcome).savefig(picture)
+    given = f" under {', '.join(constraints)}" if constraints else ""
+    told = f"Recommended{given}: {best.name}" if best else f"No schedule keeps to{given[6:]}."
+    return "\n".join(
+        [
+            _setting(about, work, trace, traces is not None, rounds),
+            "",
+            _table(rows, plain.outcome, wanted),
+            "",
+            "Rules of other packages, on the same engine:",
+            _table(peers, plain.outcome, wanted),
+            "",
+            told,
+            *([text] if text else []),
+        ]
+    )
+
+
+DEFAULTS = {
+    "engine": "VLLMEngine",
+    "engines": 1,
+    "ranks": 1,
+    "prompts_per_round": 32,
+    "num_generations": 8,
+    "steps_per_round": 1,
+    "num_iterations": 1,
+    "max_completion_length": 4096,
+}
+
+
+def _about(traces: Traces) -> dict[str, Any]:
+    """Return the settings of a run, with the slots of its rounds."""
+    slots = traces.table("rounds").column("slots").to_pylist()
+    known = {name: value for name, value in traces.about.items() if value is not None}
+    return {**known, **({"slots": int(median(slots))} if any(slots) else {})}
+
+
+def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, float]:
+    wanted: dict[str, float] = {}
+    for each in given:
+        name, _, value = each.partition("=")
+        if name == "memory" and value:
+            size = parse_bytes(value, "constraints")
+            if token_bytes is None:
+                raise UsageError(
+                    f"`--constraints {each}`: how many bytes a token takes in the cache is known "
+                    "from a run only. Give `--trace RUN`."
+                )
+            wanted[name] = size / token_bytes
+        elif name in ("on_policy", "unbiased") and not value:
+            wanted[name] = 1.0
+        else:
+            raise UsageError(f"`--constraints {each}` is none of {', '.join(CONSTRAINTS)}.")
+    return wanted
+
+
+def _workload(
+    lengths: str | None, traces: Traces | None, about: Mapping[str, Any], rounds: int, seed: int
+) -> Workload:
+    limit, generations = about["max_completion_length"], about["num_generations"]
+    if lengths is None:
+        assert traces is not None
+        return replace(Workload.of_run(traces), limit=limit)
+    kind, _, given = lengths.partition(":")
+    if kind != "lognormal":
+        return Workload.of_file(lengths, limit)
+    values: dict[str, float] = {}
+    try:
+        for pair in filter(None, given.split(",")):
+            name, _, value = pair.partition("=")
+            if name not in LOGNORMAL:
+                raise ValueError
+            values[name] = float(value)
+        if not (values["median"] >= 1 and values["sigma"] >= 0):
+            raise ValueError
+        if not 0 <= values.get("between", 0.0) <= 1:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise UsageError(
+            f"`--lengths {lengths}`: write `lognormal:median=400,sigma=1`, perhaps with "
+            "`,between=0.5`, the share of the variance between prompts. The median is 1 or more."
+        ) from None
+    prompts = 4 * rounds * about["prompts_per_round"]
+    return Workload.lognormal(
+        limit=limit, prompts=min(prompts, 50_000), num_generations=generations, seed=seed, **values
+    )
+
+
+def _facts(about: Mapping[str, Any]) -> RunFacts:
+    """Return facts about a run of these sizes, whose engine decodes beside the update."""
+    sizes = (
+        *("prompts_per_round", "num_generations", "steps_per_round", "num_iterations"),
+        "max_completion_length",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = RolloutDataModule(
+            [{"prompt": "?"}],
+            lambda **_: [0.0],
+            engine=ProcessEngine(TransformersEngine()),
+            **{name: about[name] for name in sizes},
+        )
+        module = GRPOModule(str(about.get("model")))
+    return RunFacts(data.run.settings, learner=module, module=module.hparams)
+
+
+def recommended(rows: Sequence[Row], wanted: Mapping[str, float]) -> Row | None:
+    """Return the fastest schedule that keeps to the constraints; of equals, the simplest."""
+    allowed = [row for row in rows if not row.refused(wanted)]
+    if not allowed:
+        return None
+    least = min(row.outcome.seconds for row in allowed)
+
+    def simple(row: Row) -> tuple[int, float]:
+        return (len(row.of.options) if row.of else 0), row.outcome.seconds
+
+    return min((r for r in allowed if r.outcome.seconds <= ENOUGH * least), key=simple)
+
+
+SHOWN = 20
+"""Schedules in the table: the fastest, and every callback alone."""
+
+
+def _first(rows: Sequence[Row]) -> list[Row]:
+    ordered = sorted(rows, key=lambda row: row.outcome.seconds)
+    alone = {row.name for row in rows if row.of is not None and len(row.of.options) < 2}
+    pairs = [row.name for row in ordered if row.name not in alone]
+    kept = alone | {*pairs[: max(0, SHOWN - len(alone))]}
+    return [row for row in ordered if row.name in kept]
+
+
+HEADER = (
+    *("seconds", "x", "steps", "idle", "discarded", "stale", "length", "cache"),
+    "schedule",
+)
+
+
+def _table(rows: Sequence[Row], plain: Outcome, wanted: Mapping[str, float]) -> str:
+    lines = ["{:>9} {:>6} {:>8} {:>6} {:>9} {:>6} {:>7} {:>9}  {}".format(*HEADER)]
+    for row in _first(rows):
+        of = row.outcome
+        lines.append(
+            f"{three_digits(of.seconds):>9} {plain.seconds / of.seconds:6.2f} "
+            f"{of.decode_steps:8,.0f} {percent(of.idle_share):>6} "
+            f"{percent(of.discarded_share):>9} {percent(of.stale_share):>6} "
+            f"{of.length_bias:7.2f} {of.peak_kv:9,}  {row.name}"
+            f"{'  (breaks a constraint)' if row.refused(wanted) else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _setting(
+    about: Mapping[str, Any], work: Workload, trace: str | None, fitted: bool, rounds: int
+) -> str:
+    every = sorted(n for of in work.lengths for n in of)
+    sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
+    costs = f"costs fitted to `{trace}`" if fitted else "made-up costs of steps and updates"
+    return (
+        f"Simulated: {rounds} rounds of {sizes}, {counted(about['engines'], 'engine')} with "
+        f"{about['slots']} slots, lengths up to {min(every[-1], work.limit):,} (median "
+        f"{every[len(every) // 2]:,}), {costs}.\n"
+        "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
+        "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
+        "tokens in an engine's key-value cache."
+    )

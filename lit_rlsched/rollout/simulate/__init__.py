@@ -1,1 +1,0 @@
-"""Simulated rollouts on a virtual clock."""

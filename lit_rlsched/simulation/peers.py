@@ -1,0 +1,165 @@
+"""Schedules of other packages, for the same simulation: what they do with completions, by name.
+
+Each is the rule alone. Kernels, weight transfer and scores are those of the simulation, so that a
+difference between two rows is one between two rules.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lit_rlsched.scheduling.ahead_rollout import Correction
+from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.in_flight_updates import Cache, InFlight, WindowedRound, capacity
+from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least
+from lit_rlsched.training.schedule import Schedule
+from lit_rlsched.types import Group
+
+
+class OversampledRound(RoundRule):
+    """Starts more prompts than an update needs, and ends once enough groups are complete.
+
+    Groups that are complete beyond an update are dropped, as in slime.
+
+    Args:
+        update_prompts: Prompts of an update.
+        ratio: Prompts that a round decodes, as a multiple of it.
+        partial: Whether the others keep their tokens and go on in the next round, before new
+            prompts. Otherwise they are dropped with their prompts.
+    """
+
+    ends_early = True
+
+    def __init__(self, update_prompts: int, ratio: float, partial: bool) -> None:
+        self.update_prompts = update_prompts
+        self._prompts = at_least(ratio, update_prompts)
+        self._partial = partial
+        self.max_staleness = None if partial else 0
+
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
+        return max(0, self._prompts - len(pool))
+
+    def most_prompts(self) -> int:
+        return self._prompts
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        return pool[: self._prompts]
+
+    def done(self, state: RoundState) -> bool:
+        return len(state.decoded) >= self.update_prompts
+
+    def discards(self, state: RoundState) -> bool:
+        return not self._partial
+
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+        chosen = {group.id for group in state.decoded[: self.update_prompts]}
+        complete = {group.id for group in state.decoded}
+        left = [group for group in groups if group.id not in complete] if self._partial else []
+        return [group for group in groups if group.id in chosen], left
+
+
+class FirstReadyRound(OversampledRound):
+    """Keeps a number of prompts in flight, and takes the groups that are complete first.
+
+    None is dropped: groups that are complete beyond an update wait for the next one.
+
+    Args:
+        update_prompts: Prompts of an update.
+        prompts: Prompts in flight.
+    """
+
+    def __init__(self, update_prompts: int, prompts: int) -> None:
+        super().__init__(update_prompts, prompts / update_prompts, partial=True)
+
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+        chosen = {group.id for group in state.decoded[: self.update_prompts]}
+        trained = [group for group in groups if group.id in chosen]
+        return trained, [group for group in groups if group.id not in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A schedule of others."""
+
+    name: str
+    source: str
+    """Where it is from."""
+    rule: Callable[[int], RoundRule]
+    """Given the prompts of an update."""
+    ahead: Correction | None = None
+    """Whether the next round is drawn during the update."""
+    cache: Cache | None = None
+    """What becomes of caches when weights change in flight; `None`: they do not."""
+    exact_lengths: bool = False
+    """Whether it knows lengths in advance, which nobody does: a bound."""
+
+    def schedule(self, update_prompts: int) -> Schedule:
+        """Return the schedule for an update of this many prompts."""
+        schedule = Schedule(self.rule(update_prompts), ahead=self.ahead)
+        if self.cache is not None:
+            schedule.in_flight = InFlight(cache=self.cache)
+        if self.exact_lengths:
+            schedule.slots = SlotSettings(order="longest_first")
+            schedule.lengths = CalibratedPredictor(Oracle({"": 1}))
+        return schedule
+
+
+OVERSAMPLING = 1.5
+STALENESS = 1
+"""Maximum age, in updates, of AReaL's and prime-rl's rules here."""
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "fcfs_all",
+            "TRL `GRPOTrainer`, verl's synchronous trainer: all completions, then the update",
+            FullRound,
+        ),
+        Peer(
+            "oversample_abort",
+            "slime `--over-sampling-batch-size` without `--partial-rollout`, ROLL "
+            "`max_additional_running_prompts`: 1.5 times the prompts, the slowest are dropped",
+            lambda n: OversampledRound(n, OVERSAMPLING, partial=False),
+        ),
+        Peer(
+            "oversample_partial",
+            "APRIL (arXiv 2509.18521), slime `--partial-rollout`: the slowest go on first in the "
+            "next round",
+            lambda n: OversampledRound(n, OVERSAMPLING, partial=True),
+        ),
+        Peer(
+            "group_fifo",
+            "AReaL (arXiv 2505.24298, equation 3), prime-rl: prompts in flight up to the staleness "
+            "bound, the update takes the first groups that are complete; prefixes are computed "
+            "again under new weights",
+            lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
+            cache="recompute",
+        ),
+        Peer(
+            "one_step_off",
+            "verl's one-step-off-policy recipe: the next batch is drawn during the update",
+            FullRound,
+            ahead="importance",
+        ),
+        Peer(
+            "windowed_fifo",
+            "MiniMax Forge, TitanRL: ready prompts may overtake others within a window",
+            lambda n: WindowedRound(n, None, 2, 1),
+            cache="recompute",
+        ),
+        Peer(
+            "in_flight",
+            "PipelineRL (arXiv 2509.19128): weights change in flight, caches are kept",
+            lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
+            cache="keep",
+        ),
+        Peer(
+            "oracle_lpt",
+            "Graham's longest processing time first, with lengths known in advance: a bound",
+            FullRound,
+            exact_lengths=True,
+        ),
+    )
+}

@@ -1,0 +1,338 @@
+"""Seconds of a schedule: rounds, updates and what of them overlaps, on a virtual clock."""
+
+import gc
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lit_rlsched.scheduling.admission import Order
+from lit_rlsched.scheduling.ahead_rollout import AfterRound
+from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.costs import Costs
+from lit_rlsched.simulation.decoder import Engines
+from lit_rlsched.simulation.loop import Visit
+from lit_rlsched.simulation.rounds import Drawn, SimulatedRounds
+from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.training.schedule import Schedule
+from lit_rlsched.types import ENVIRONMENT, Sample, Sampling, stable_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the schedule runs on."""
+
+    slots: int = 256
+    """Slots of all engines, where the schedule sets none."""
+    engines: int = 1
+    slowdown: float = 1.0
+    """How much longer engine and trainer take while both work. 1: each has its own device or core.
+    2: they share one, and nothing is gained."""
+    rank_correlation: float = 0.5
+    """How well lengths are predicted: 1 is perfect, 0 is chance."""
+    accepted: float = 0.95
+    """Share of drafts that the next policy accepts whole."""
+
+
+@dataclass(slots=True)
+class SimulatedRound:
+    """Figures of a round."""
+
+    seconds: float
+    """From the end of the update before to the end of its own."""
+    rollout: float
+    """Seconds of the rollout, with the wait for the last score."""
+    update: float
+    decode_steps: int
+    slot_steps: int
+    idle_slot_steps: int
+    prompts: int
+    """Prompts trained on."""
+    completions: int
+    trained_tokens: int
+    drawn_tokens: int
+    """Tokens drawn, with those that were discarded."""
+    discarded_tokens: int
+    stale_tokens: int
+    """Tokens that were trained on, and drawn by an earlier policy."""
+    peak_kv: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Rounds of a schedule."""
+
+    rounds: list[SimulatedRound]
+    prompts_per_update: int
+    length_bias: float
+    """Mean length trained on over the mean length of all prompts drawn, the warm-up included."""
+
+    def total(self, name: str) -> float:
+        """Return the sum of a figure over the rounds."""
+        return float(sum(getattr(each, name) for each in self.rounds))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for each update's worth of prompts."""
+        return self.total("seconds") * self.prompts_per_update / max(1.0, self.total("prompts"))
+
+    @property
+    def decode_steps(self) -> float:
+        """Decode steps for each update's worth of prompts."""
+        steps = self.total("decode_steps")
+        return steps * self.prompts_per_update / max(1.0, self.total("prompts"))
+
+    @property
+    def idle_share(self) -> float:
+        """Idle slot-steps over all slot-steps."""
+        return self.total("idle_slot_steps") / max(1.0, self.total("slot_steps"))
+
+    @property
+    def discarded_share(self) -> float:
+        """Discarded tokens over all tokens drawn."""
+        return self.total("discarded_tokens") / max(1.0, self.total("drawn_tokens"))
+
+    @property
+    def stale_share(self) -> float:
+        """Tokens of earlier policies among those trained on."""
+        return self.total("stale_tokens") / max(1.0, self.total("trained_tokens"))
+
+    @property
+    def peak_kv(self) -> int:
+        """Most tokens in the key-value cache of an engine."""
+        return max(each.peak_kv for each in self.rounds)
+
+
+def unsupported(schedule: Schedule) -> str | None:
+    """Say what of a schedule depends on more than lengths, or `None`."""
+    if schedule.drafting is not None:
+        return "draft tokens of `Speculation` depend on the text"
+    if schedule.max_num_gen_batches > 1:
+        return "which prompts `DynamicSampling` replaces depends on rewards"
+    if schedule.selection is not None and schedule.selection.reward_range:
+        return "when `DownSampling(early_stop=True)` stops depends on rewards"
+    if schedule.slots.memory_budget is not None:
+        return "`MicroGroupSampling(memory_budget=...)` is not simulated; give `slots`"
+    if schedule.slots.order == "planned":
+        return "`order='planned'` is not simulated"
+    if schedule.rule.has_domains:
+        return "domains of prompts are not known"
+    return None
+
+
+@dataclass
+class Pipeline:
+    """Simulates a schedule.
+
+    Args:
+        schedule: Result of `make_schedule`, or one of the peers'.
+        work: Lengths.
+        costs: Seconds of steps, updates and syncs.
+        machine: Slots and engines.
+        num_generations: Completions of a prompt.
+        steps_per_round: Optimizer steps of a round.
+        num_iterations: Times that a round is trained on.
+
+    Raises:
+        UsageError: the schedule depends on more than lengths, or slots cannot be divided.
+    """
+
+    schedule: Schedule
+    work: Workload
+    costs: Costs
+    machine: Machine
+    num_generations: int
+    steps_per_round: int = 1
+    num_iterations: int = 1
+    _rounds: SimulatedRounds = field(init=False)
+    _visited: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if why := unsupported(self.schedule):
+            raise UsageError(f"This schedule is not simulated: {why}.")
+        slots = self.schedule.slots.slots or self.machine.slots
+        if slots % self.machine.engines:
+            raise UsageError(
+                f"{slots} slots cannot be divided among {self.machine.engines} engines. Use a "
+                "multiple."
+            )
+        order = self._order()
+        each = slots // self.machine.engines
+        refill = self.schedule.slots.refill
+        self._rounds = SimulatedRounds(
+            self._visits(),
+            self.work.length,
+            Engines(self.machine.engines, each, self.costs.step, order, refill),
+            Sampling(self.work.limit),
+            self.num_generations,
+            self._expected if self.schedule.lengths is not None else None,
+            order == "longest_first",
+            self.machine.accepted,
+            self.schedule.in_flight is not None and self.schedule.in_flight.cache == "keep",
+        )
+
+    def _order(self) -> Order:
+        early = self.schedule.rule.ends_early
+        return self.schedule.slots.resolved_order(self.schedule.lengths is not None, early)
+
+    def _expected(self, sample: Sample) -> float:
+        """Predict tokens to come: a weighted mean, in logarithms, of the truth and of chance."""
+        drawn, truth = len(sample.completion.token_ids), self.work.length(sample)
+        weight = self.machine.rank_correlation
+        other = self.work.lengths[stable_hash(sample.id, "guess") % len(self.work.lengths)]
+        guess = other[stable_hash(sample.id) % len(other)]
+        return max(1.0, truth**weight * guess ** (1 - weight) - drawn)
+
+    def run(self, rounds: int, warm_up: int = 0) -> Outcome:
+        """Simulate rounds, of which the first `warm_up` do not count."""
+        schedule, simulate = self.schedule, self._in_turn
+        if schedule.ahead == "verify":
+            simulate = self._ahead_verified
+        elif schedule.ahead or schedule.in_flight is not None:
+            simulate = self._ahead
+        collects = gc.isenabled()
+        gc.disable()  # it would look through all completions again and again
+        try:
+            simulated = simulate(rounds + warm_up)
+        finally:
+            if collects:
+                gc.enable()
+        tokens = sum(each.trained_tokens for each in simulated)
+        trained = tokens / max(1, sum(each.completions for each in simulated))
+        bias = trained / self.work.mean_length(self._visited, self.num_generations)
+        return Outcome(simulated[warm_up:], self.schedule.rule.update_prompts, bias)
+
+    def _visits(self) -> Iterator[Visit]:
+        """Count the prompts that are drawn."""
+        for visit in self.work.visits():
+            self._visited += 1
+            yield visit
+
+    def _drawn(self, number: int, drafts: AfterRound | None = None) -> Drawn:
+        drawn = self._rounds.draw(self.schedule.rule, number, drafts)
+        assert drawn is not None, "the prompts never end"
+        return drawn
+
+    def _in_turn(self, rounds: int) -> list[SimulatedRound]:
+        """Rollout, then update; gradients perhaps while others decode."""
+        made = []
+        drafts: AfterRound | None = "cut" if self.schedule.fills_drain else None
+        for number in range(rounds):
+            drawn = self._drawn(number, drafts)
+            rollout, update = self._rollout(drawn), self._update(drawn)
+            beside = self._streamed(drawn, rollout, update)
+            seconds = rollout + update - beside + (self.machine.slowdown - 1) * beside
+            made.append(self._figures(drawn, seconds + self._around(drawn), rollout, update))
+        return made
+
+    def _ahead(self, rounds: int) -> list[SimulatedRound]:
+        """The next round is drawn beside the update, under the weights before it."""
+        made = []
+        drawn = self._drawn(0)
+        for number in range(rounds):
+            following = self._drawn(number + 1)
+            rollout, update = self._rollout(following), self._update(drawn)
+            seconds = self._overlapped(rollout, update) + self._around(drawn)
+            if not number:
+                seconds += self._rollout(drawn)
+            made.append(self._figures(drawn, seconds, rollout, update, lag=min(1, number)))
+            drawn = following
+        return made
+
+    def _ahead_verified(self, rounds: int) -> list[SimulatedRound]:
+        """Drafts of the next round go on beside the update, whose passes verify them."""
+        made = []
+        for number in range(rounds):
+            drawn = self._drawn(number, "go_on")
+            assert drawn.drafts is not None
+            rollout, update = self._rollout(drawn), self._update(drawn)
+            more = self._rounds.finish_drafts(drawn.drafts, number)
+            seconds = self._overlapped(rollout + more, update) if number else rollout
+            if not number:
+                seconds += self._overlapped(more, update)
+            around = self.costs.sync + self.costs.other
+            made.append(self._figures(drawn, seconds + around, rollout + more, update))
+        return made
+
+    def _overlapped(self, rollout: float, update: float) -> float:
+        """Seconds of a rollout and an update that begin at the same time."""
+        shorter, longer = sorted((rollout, update))
+        return max(longer, longer + (self.machine.slowdown - 1) * shorter)
+
+    def _around(self, drawn: Drawn) -> float:
+        """Seconds of a round besides rollout and update."""
+        return self.costs.sync + self.costs.other + self.costs.verify * drawn.verified
+
+    def _rollout(self, drawn: Drawn) -> float:
+        """Seconds until the last score that the round waits for."""
+        rewards, ends = self.costs.reward, drawn.ended
+        if rewards[-1] <= 0:
+            return drawn.seconds
+        workers = [0.0] * self.costs.reward_workers
+        last = drawn.seconds
+        for name, end in sorted(ends.items(), key=lambda of: of[1]):
+            took = rewards[stable_hash(name, "reward") % len(rewards)]
+            scored = max(end, workers[0]) + took
+            heapq.heapreplace(workers, scored)
+            last = max(last, scored)
+        return last
+
+    def _selected(self, drawn: Drawn) -> float:
+        """Share of the completions that the update has."""
+        selection = self.schedule.selection
+        return 1.0 if selection is None else min(1.0, selection.keep / self.num_generations)
+
+    def _update(self, drawn: Drawn) -> float:
+        positions = self._selected(drawn) * sum(len(sample) for sample in drawn.trained)
+        each = self.costs.position * self.costs.trained_share * positions
+        return self.num_iterations * (self.steps_per_round * self.costs.update + each)
+
+    def _streamed(self, drawn: Drawn, rollout: float, update: float) -> float:
+        """Seconds of gradients that are computed while others decode."""
+        streaming = self.schedule.streaming
+        if streaming is None:
+            return 0.0
+        groups = drawn.harvest.trained
+        total = sum(len(sample) for sample in drawn.trained)
+        ready = sorted(
+            (
+                max((drawn.ended.get(Sample(g, c).id, 0.0) for c in g.completions), default=0.0),
+                sum(len(Sample(g, c)) for c in g.completions) / max(1, total),
+            )
+            for g in groups
+        )
+        first = max(1, int(streaming.start * self.schedule.rule.update_prompts))
+        at, beside = ready[min(first, len(ready)) - 1][0], 0.0
+        for moment, share in ready:
+            if (at := max(at, moment)) >= rollout:
+                break
+            took = share * (update - self.costs.update)
+            beside += max(0.0, min(took, rollout - at))
+            at += took
+        return beside
+
+    def _figures(
+        self, drawn: Drawn, seconds: float, rollout: float, update: float, lag: int = 0
+    ) -> SimulatedRound:
+        trained, harvest = drawn.trained, drawn.harvest
+        newest = max((v for s in trained for v, _ in s.completion.segments), default=0)
+        tokens = stale = 0
+        for sample in trained:
+            for author, n in sample.completion.segments:
+                if author != ENVIRONMENT:
+                    tokens += n
+                    stale += n * (lag > 0 or author < newest)
+        return SimulatedRound(
+            seconds,
+            rollout,
+            update,
+            drawn.turns,
+            drawn.slot_steps,
+            drawn.slot_steps - drawn.row_steps,
+            len({sample.group.id for sample in trained}),
+            len(trained),
+            tokens,
+            drawn.drawn_tokens,
+            harvest.discarded_tokens,
+            stale,
+            drawn.peak_kv,
+        )

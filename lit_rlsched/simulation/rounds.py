@@ -1,0 +1,329 @@
+"""Rounds of completions whose lengths are known: the real rules and pool, decoded by `Engines`.
+
+What ends when is exact: the same steps, slot-steps and waste as the round loop of `fit` has on
+completions of these lengths, whatever the schedule (`tests/simulation/test_rounds.py`). Of drafts,
+how many tokens the policy accepts is not known before, so a share of them is taken instead.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_rlsched.rollout.audit import (
+    Harvest,
+    give_scores_back,
+    put_off_old,
+    restart_stale,
+    settle,
+)
+from lit_rlsched.rollout.next_drafts import Following
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
+from lit_rlsched.scheduling.ahead_rollout import AfterRound
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.simulation.decoder import Engines, Item
+from lit_rlsched.simulation.loop import PromptList, Visit
+from lit_rlsched.types import Completion, Group, LengthOnly, Sample, Sampling, stable_hash
+
+Length = Callable[[Sample], int]
+"""Tokens of a completion, whenever it is drawn."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """A round that was drawn."""
+
+    planned: list[Group]
+    harvest: Harvest
+    turns: int
+    """Decode steps."""
+    slot_steps: int
+    row_steps: int
+    """Slot-steps in which a completion or a draft ran."""
+    seconds: float
+    """From the first step to the last."""
+    prefilled: int
+    peak_kv: int
+    verified: int
+    """Positions of drafts, prompts included, that were verified before the round."""
+    ended: dict[str, float]
+    """Seconds of the round in which each request ended."""
+    drafts: "Drafts | None" = None
+    """Drafts that go on beside the update."""
+
+    @property
+    def trained(self) -> list[Sample]:
+        """Completions that are trained on."""
+        return [Sample(group, c) for group in self.harvest.trained for c in group.completions]
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens of completions that were drawn until now, whatever became of them."""
+        return sum(a.tokens for a in self.harvest.ran)
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Drafts of the next round on their way."""
+
+    following: Following
+    items: list[Item]
+
+
+@dataclass
+class SimulatedRounds:
+    """Draws one round after the other.
+
+    Args:
+        visits: Prompts in the order in which they are drawn.
+        length: Length of each completion.
+        engines: Decodes.
+        sampling: Its limit cuts the lengths.
+        num_generations: Completions per prompt that are trained on.
+        expected: Predicted tokens to come of a completion; `None`: no predictions.
+        longest_first: Whether those with the longest predictions start first, or the shortest.
+        accepted: Share of the drafts that the next policy accepts whole. The others are cut where
+            chance, which follows from the completion, decides.
+        keeps_cache: Whether a completion that goes on in the next round keeps its cache.
+    """
+
+    visits: Iterable[Visit]
+    length: Length
+    engines: Engines
+    sampling: Sampling
+    num_generations: int
+    expected: Callable[[Sample], float] | None = None
+    longest_first: bool = True
+    accepted: float = 1.0
+    keeps_cache: bool = False
+    planner: RoundPlanner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.planner = RoundPlanner(RolloutBuffer(), self.sampling, self.num_generations)
+        source: Any = PromptList(self.visits)
+        self.planner.source = source
+
+    def draw(self, rule: RoundRule, version: int, drafts: AfterRound | None = None) -> Drawn | None:
+        """Draw a round and take it out of the pool; `None` if no prompt is left.
+
+        Args:
+            rule: Rule of the round.
+            version: Policy version; each round has its own.
+            drafts: What becomes of drafts that free slots begin; `None`: they begin none.
+        """
+        planner = self.planner
+        groups = planner.plan(rule)
+        if not groups:
+            return None
+        before = put_off_old(groups, version, rule)
+        stale = restart_stale(groups, version, rule)
+        verified = sum(self._verify(group, version) for group in groups)
+        give_scores_back(before)
+        following = None
+        if drafts is not None:
+            coming = planner.plan_following(rule, groups)
+            following = Following(coming, "", goes_on=drafts == "go_on")
+        decoding = _Decoding(self, groups, rule, version, following)
+        decoding.run()
+        engines, going = self.engines, None
+        harvest = settle(groups, rule, decoding.state, stale)
+        slots, seconds = engines.slots * len(engines), engines.seconds  # which counts all steps
+        drawn = Drawn(
+            groups,
+            harvest,
+            engines.turn,
+            slots * engines.turn,
+            engines.row_steps,
+            seconds,
+            engines.prefilled,
+            engines.peak_kv,
+            verified,
+            decoding.ended,
+        )
+        if following is not None:
+            going = Drafts(following, decoding.drafts)
+            if drafts == "cut":
+                self.end_drafts(going)
+        planner.pool.settle(groups, harvest.left)
+        if going is not None and drafts == "cut":
+            planner.pool.settle(following.groups, following.groups)
+        if drafts == "go_on":
+            drawn.drafts = going
+        planner.follow()
+        return drawn
+
+    def finish_drafts(self, drafts: Drafts, version: int) -> float:
+        """Decode drafts to their end, beside an update; return the seconds that it takes."""
+        engines = self.engines
+        begun = engines.seconds
+        while engines.step():
+            pass
+        seconds = engines.seconds - begun
+        self.end_drafts(drafts, version)
+        self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
+        return seconds
+
+    def end_drafts(self, drafts: Drafts, version: int = 0) -> None:
+        """Stop the drafts, and give their tokens to the completions."""
+        self.engines.stop([item for item in drafts.items if item.end >= 0 and item.engine >= 0])
+        for item in drafts.items:
+            if item.drawn:
+                grow(item.of.completion, item.drawn, version, item.drawn == item.tokens)
+        drafts.following.put_off()
+
+    def _verify(self, group: Group, version: int) -> int:
+        """Turn the group's drafts into completions; return the positions of the pass."""
+        positions = 0
+        for completion in group.completions:
+            if (draft := completion.draft) is None:
+                continue
+            completion.draft = None
+            tokens, sample = len(draft.token_ids), Sample(group, completion)
+            positions += len(group.prompt.token_ids) + tokens
+            chance = (stable_hash(sample.id, version) % 2**20) / 2**20
+            if chance >= self.accepted:  # uniform in what is left of the interval
+                tokens = int(tokens * (chance - self.accepted) / (1 - self.accepted))
+            grow(completion, tokens, version, tokens >= self._total(sample, tokens))
+        return positions
+
+    def _total(self, sample: Sample, prefix: int) -> int:
+        """Tokens of a completion when it ends; one that is resumed draws at least one."""
+        return min(max(self.length(sample), prefix), self.sampling.max_completion_length)
+
+    def item(self, sample: Sample, later: bool = False) -> Item:
+        """Return the rest of a completion as an item."""
+        prefix = len(sample.completion.token_ids)
+        limit = self.sampling.max_completion_length
+        promised = float(limit - prefix)
+        key = 0.0
+        if self.expected is not None and not later:
+            promised = self.expected(sample)
+            key = -promised if self.longest_first else promised
+        return Item(
+            sample.id,
+            sample.group.id,
+            len(sample.group.prompt.token_ids) + prefix,
+            prefix,
+            min(max(self.length(sample), prefix + 1), limit) - prefix,
+            promised,
+            limit,
+            key,
+            later,
+            sample,
+            self.keeps_cache and prefix > 0,
+        )
+
+
+def grow(completion: Completion, tokens: int, version: int, finished: bool) -> None:
+    """Append tokens of a policy version to a completion."""
+    if tokens:
+        have: Any = LengthOnly(len(completion.token_ids) + tokens)
+        completion.token_ids = completion.logprobs = have
+        segments = completion.segments
+        if segments and segments[-1][0] == version:
+            segments[-1] = version, segments[-1][1] + tokens
+        else:
+            segments.append((version, tokens))
+    if finished:
+        completion.finish_reason = "stop"
+
+
+class _Decoding:
+    """The part of `RolloutController.run` that decides, without engines, scores and seeds."""
+
+    def __init__(
+        self,
+        rounds: SimulatedRounds,
+        groups: list[Group],
+        rule: RoundRule,
+        version: int,
+        following: Following | None,
+    ) -> None:
+        self._rounds, self._rule, self._version = rounds, rule, version
+        self._engines = engines = rounds.engines
+        samples = [Sample(g, c) for g in groups for c in g.completions]
+        self.state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
+        self._undecoded = {group.id: len(group.completions) for group in groups}
+        self._places = {group.id: place for place, group in enumerate(groups)}
+        self._decoded_at: dict[str, tuple[int, int]] = {}
+        self.ended: dict[str, float] = {}
+        self.drafts: list[Item] = []
+        begun = [sample for sample in samples if sample.completion.finished]
+        rest = [sample for sample in samples if not sample.completion.finished]
+        rest.sort(key=lambda sample: not sample.completion.token_ids)
+        slots = engines.slots * len(engines)
+        later = following.samples if following is not None else []
+        if following is not None and not following.goes_on:
+            moves = len(engines) > 1 and len(rest) > slots
+            later = [] if moves else later  # see `RolloutSession.rollout`
+        waits = len(rest) + len(later) > slots
+        intervenes = rounds.expected is not None and len(rest) > slots
+        intervenes |= waits and (rule.stops_groups or engines.pauses_items)
+        engines.start_round(not rule.discards(self.state), ahead=not intervenes)
+        self._live = {sample.id: rounds.item(sample) for sample in rest}
+        self.drafts = [rounds.item(sample, later=True) for sample in later]
+        engines.submit([*self._live.values(), *self.drafts])
+        for sample in begun:
+            self._count(sample)
+        self._score(begun)
+
+    def run(self) -> None:
+        """Decode until the rule ends the round."""
+        state, engines, live = self.state, self._engines, self._live
+        while live and not self._rule.done(state):
+            items = engines.step()
+            state.final = len(state.decoded)
+            finished = []
+            for item in items:
+                if item.later:
+                    continue
+                del live[item.id]
+                self._take(item)
+                finished.append(item.of)
+            if len(finished) > 1:
+                finished.sort(key=lambda s: (self._places[s.group.id], s.completion.index))
+            for sample in finished:
+                self._count(sample)
+            self._score(finished)
+        self._stop([*live.values()])
+        state.patient = False
+
+    def _take(self, item: Item) -> None:
+        finished = item.drawn == item.tokens
+        grow(item.of.completion, item.drawn, self._version, finished)
+        if finished:
+            self.ended[item.id] = item.time
+
+    def _stop(self, items: Sequence[Item]) -> None:
+        self._engines.stop(items)
+        for item in items:
+            self._live.pop(item.id, None)
+            self._take(item)
+
+    def _count(self, sample: Sample) -> None:
+        """Record that a completion needs no more decoding."""
+        state, name = self.state, sample.group.id
+        self._undecoded[name] -= 1
+        state.completions_decoded += 1
+        if sample.completion.finished:
+            state.finished.setdefault(name, []).append(sample.completion)
+        if not self._undecoded[name]:
+            self._decoded_at[name] = self._engines.turn, self._places[name]
+            insort(state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
+
+    def _score(self, samples: Sequence[Sample]) -> None:
+        """Score completions at once, and stop groups that have enough."""
+        for sample in samples:
+            group, completion = sample.group, sample.completion
+            completion.scores = completion.scores or []
+            if not self._rule.stops_groups or all(c is not completion for c in group.completions):
+                continue  # or the group was stopped without it
+            if (kept := self._rule.enough(group, self.state)) is not None:
+                rest = [Sample(group, c) for c in group.completions if not c.finished]
+                self._stop([self._live[s.id] for s in rest if s.id in self._live])
+                for other in rest:
+                    self._count(other)
+                chosen = {c.index for c in kept}
+                others = [c for c in group.completions if c.index not in chosen]
+                self.state.stopped.setdefault(group.id, []).extend(others)
+                group.completions = kept
