@@ -8,7 +8,7 @@ paper's comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k token
 admission order `least_attained`; the other rows admit completions in the order of their prompts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean, median_low
@@ -17,11 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import results
+from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import PoolAudit
+from lit_rlsched.rollout.round_runner import DrawnRound
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulation.pools import Mode, PoolOrder, recommend_slots, simulated_pool
+from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
+from lit_rlsched.simulation.pools import Mode, PoolOrder, recommend_slots
+from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
 """Prompts per pool, prompts per update, and maximum number of tokens per completion."""
@@ -41,6 +46,31 @@ HEADER = [
     "steps",
     "tokens/s",
 ]
+
+
+def simulated_pool(
+    lengths: Sequence[Sequence[int]],
+    rule: RoundRule,
+    slots: int,
+    order: PoolOrder,
+    limit: int,
+    **costs: Any,
+) -> Iterator[DrawnRound]:
+    """Draw rounds until every prompt of a pool is trained on.
+
+    Args:
+        lengths: Lengths of the completions of each prompt, the same number for each.
+        rule: Rule of the rounds.
+        slots: Number of slots.
+        order: Admission order.
+        limit: Maximum number of tokens per completion.
+        costs: Costs of the engine's steps, as in `SimulatedEngine`.
+    """
+    recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
+    engine = SimulatedEngine(lengths=recorded, length_only=True, stream=False, **costs)
+    session = simulated_session(engine, slots, limit + 1, lambda: Admission(slots, order=order))
+    visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(len(lengths)))
+    return simulated_rounds(session, visits, Sampling(limit), len(lengths[0]), lambda number: rule)
 
 
 @dataclass

@@ -53,6 +53,18 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.papers.main",
     ),
+    "auto_schedule": Benchmark(
+        "`AutoSchedule` against each of its candidates, on lengths that change",
+        10,
+        "everything",
+    ),
+    "fidelity": Benchmark(
+        "simulated steps and seconds of schedules against those of real runs of the chat model",
+        200,
+        "the predictions; lengths: recorded once from the same model",
+        on="2 cores",
+        module="benchmarks.fidelity.main",
+    ),
     "steps": Benchmark(
         "decode steps of each schedule on recorded completions, and the lower bound",
         18,

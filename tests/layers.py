@@ -10,7 +10,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lit_rlsched"
 PLACES = (
     *("types", "_lazy", "settings", "text", "processes", "ranks"),
-    *("scheduling", "engines", "rewards", "data", "environments", "rollout", "training", "run"),
+    *(
+        "scheduling",
+        "engines",
+        "rewards",
+        "data",
+        "environments",
+        "rollout",
+        "training",
+        "simulation",
+    ),
+    "run",
     *("callbacks", "datamodule", "module", "trl", "cli", "__init__", "__main__"),
 )
 """Files and folders of the root. Each imports those before it at most."""

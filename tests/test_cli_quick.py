@@ -21,7 +21,10 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.settings import RemembersInit, trl_names
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["fit", "validate", "test", "predict", "estimate", "export", "convert", "compare"]
+COMMANDS = [
+    *("fit", "validate", "test", "predict", "estimate"),
+    *("export", "convert", "compare", "calibrate", "simulate"),
+]
 BLOCKS = [
     block
     for page in [ROOT / "README.md", *ROOT.glob("docs/*/*.md")]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from lightning import seed_everything
 
-from benchmarks.fidelity.rows import GENERATIONS, LIMIT, PROMPTS, ROUNDS, ROWS, SCALE, Row
+from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, Row
 from benchmarks.ours import make_trainer
+from benchmarks.papers.child import PROMPTS as ALL
 from benchmarks.papers.child import (
     TASK,
     GivenLengths,
@@ -18,7 +19,6 @@ from benchmarks.papers.child import (
     parity,
     read_lengths,
 )
-from benchmarks.papers.child import PROMPTS as ALL
 from benchmarks.papers.rows import MODEL
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger
@@ -51,15 +51,15 @@ def run(row: Row, seed: int, folder: Path) -> None:
         [parity if row.trains else alike],
         engine=ProcessEngine(ScaledLengths()),
         num_engines=row.engines,
-        prompts_per_round=PROMPTS,
-        num_generations=GENERATIONS,
+        prompts_per_round=row.prompts,
+        num_generations=row.generations,
         max_completion_length=LIMIT,
         micro_batch_tokens=2048,
         seed=seed,
     )
     trainer = make_trainer(
         folder,
-        max_epochs=ROUNDS,
+        max_epochs=row.rounds,
         limit_val_batches=0,
         callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, pictures_every_n_rounds=99)],
     )

@@ -6,12 +6,11 @@ from typing import Any
 
 from benchmarks.papers.rows import callbacks, slots
 
-PROMPTS, GENERATIONS, LIMIT = 8, 8, 128
-"""Shape of a round: 64 completions."""
-SCALE = 8
-"""Recorded lengths are divided by it, so that a round of the chat model takes half a minute."""
-ROUNDS = 4
-"""Rounds of a run; the first warms up."""
+LIMIT = 64
+SCALE = 16
+"""Recorded lengths are divided by it, so that a rollout of the chat model takes 20 seconds."""
+ROLLOUTS, UPDATES = "16 slots", "4 slots, updates"
+"""Runs that costs are fitted to."""
 
 
 @dataclass(frozen=True)
@@ -19,31 +18,40 @@ class Row:
     """A run. Engine and trainer have a process and a core each."""
 
     callbacks: Callable[[], list[Any]]
-    slots: int = 16
+    slots: int
+    calibration: str = ROLLOUTS
     engines: int = 1
     trains: bool = False
     """Whether rewards differ, so that updates have something to compute."""
+    prompts: int = 8
+    generations: int = 8
+    rounds: int = 3
+    """The first warms up."""
 
 
-def row(number: int, *more: Any, **settings: Any) -> Row:
-    """Return a row with a number of slots and other callbacks."""
+def rollouts(number: int, *more: Any, **settings: Any) -> Row:
+    """Return a row of 64 completions a round, whose updates have nothing to compute."""
     return Row(callbacks(slots(number), *more), number, **settings)
 
 
-CALIBRATION = "16 slots"
+def updates(*more: Any) -> Row:
+    """Return a row of 16 completions a round, with updates."""
+    here = slots(4)
+    return Row(callbacks(here, *more), 4, UPDATES, trains=True, prompts=2)
+
+
 ROWS: dict[str, Row] = {
-    CALIBRATION: row(16, trains=True),
-    "8 slots": row(8),
-    "64 slots": row(64),
-    "two engines, 16 slots": row(16, engines=2),
-    "SortedBatching, partial": row(16, ("SortedBatching", {"mode": "partial"})),
-    "SortedBatching, on_policy": row(16, ("SortedBatching", {"mode": "on_policy"})),
-    "TailBatching": row(16, "TailBatching"),
-    "DrainFilling": row(16, "DrainFilling"),
+    ROLLOUTS: rollouts(16),
+    "8 slots": rollouts(8),
+    "64 slots": rollouts(64),
+    "two engines, 16 slots": rollouts(16, engines=2),
     "least attained": Row(callbacks(slots(16, order="least_attained")), 16),
-    "DownSampling": row(16, ("DownSampling", {"keep": 4}), trains=True),
-    "AheadRollout, importance": row(
-        16, ("AheadRollout", {"correction": "importance"}), trains=True
-    ),
-    "AheadRollout, verify": row(16, "AheadRollout", trains=True),
+    "SortedBatching, partial": rollouts(16, ("SortedBatching", {"mode": "partial"})),
+    "SortedBatching, on_policy": rollouts(16, ("SortedBatching", {"mode": "on_policy"})),
+    "TailBatching": rollouts(16, "TailBatching"),
+    "DrainFilling": rollouts(16, "DrainFilling"),
+    UPDATES: updates(),
+    "DownSampling": updates(("DownSampling", {"keep": 4})),
+    "AheadRollout, importance": updates(("AheadRollout", {"correction": "importance"})),
+    "AheadRollout, verify": updates("AheadRollout"),
 }

@@ -1,8 +1,9 @@
 """Schedules to choose from: each callback of ours alone, and those that work together."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -15,9 +16,10 @@ from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.run.combinations import check
+from lit_rlsched.run.switches import class_names, make_schedule
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.pipeline import unsupported
+from lit_rlsched.simulation.pipeline import Outcome, unsupported
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 Option = tuple[Callable[..., Any], dict[str, Any]]
@@ -109,11 +111,60 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
+            callbacks = [make(**arguments) for make, arguments in chosen]
+            schedule = make_schedule(callbacks, facts)
+            names = facts.callbacks | class_names(callbacks)
+            check(schedule, replace(facts, callbacks=names))  # with the run's other callbacks
             schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
     except UsageError:
         return None
     return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
+
+
+def rule_options() -> list[tuple[Option, ...]]:
+    """Return the schedules that a run can switch between: they keep what they leave as drafts."""
+    rules: list[tuple[Option, ...]] = [
+        (),
+        ((SortedBatching, {"mode": "verified"}),),
+        ((SortedBatching, {"mode": "partial"}),),
+        ((TailBatching, {"reuse_drafts": True}),),
+        ((TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),),
+    ]
+    return [*rules, *((*rule, (DrainFilling, {})) for rule in rules)]
+
+
+BIASED = 0.02
+"""Deviation of trained from drawn length from which on a schedule counts as biased."""
+CONSTRAINTS = ("on_policy", "unbiased")
+
+
+def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
+    """Return constraints as `breaks` takes them.
+
+    Raises:
+        UsageError: one of them is unknown.
+    """
+    for name in constraints:
+        if name not in CONSTRAINTS:
+            raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
+    return dict.fromkeys(constraints, 1.0)
+
+
+def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) -> bool:
+    """Whether a simulated schedule breaks one of the constraints.
+
+    Args:
+        schedule: The schedule.
+        outcome: Its simulation.
+        wanted: Names of constraints; `memory` is the number of tokens that an engine's key-value
+            cache may hold.
+    """
+    biased = schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
+    return (
+        ("on_policy" in wanted and outcome.stale_share > 0)
+        or ("unbiased" in wanted and biased)
+        or outcome.peak_kv > wanted.get("memory", math.inf)
+    )
 
 
 def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import PLAIN, Candidate, candidates
+from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidates, wanted_of
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
@@ -18,15 +18,12 @@ from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
-from lit_rlsched.training.schedule import RunFacts
+from lit_rlsched.training.schedule import RunFacts, Schedule
 
 WARM_UP = 4
 """Rounds that do not count: the first of a pool, and those until enough prompts are in flight."""
 ENOUGH = 1.02
 """A schedule of fewer callbacks is recommended if it takes at most this many times as long."""
-BIASED = 0.02
-"""Deviation of trained from drawn length from which on a schedule counts as biased."""
-CONSTRAINTS = ("on_policy", "unbiased", "memory=SIZE")
 LOGNORMAL = ("median", "sigma", "between")
 
 
@@ -62,7 +59,7 @@ UNITS = {
 
 def _told(fit: Fit) -> list[str]:
     if not fit.observations:
-        return [f"{fit.name}: the run has none"]
+        return [f"{fit.name}: the run has trained on nothing"]
     verdict = "" if fit.fits else ". It does not fit: simulated seconds will be wrong by as much"
     head = (
         f"{fit.name}: off by {percent(fit.error)} in the median round, {percent(fit.worst)} in the "
@@ -84,26 +81,20 @@ class Row:
     """A schedule of the table."""
 
     name: str
+    schedule: Schedule
     outcome: Outcome
     of: Candidate | None = None
     """`None`: a peer's."""
 
     def refused(self, wanted: Mapping[str, float]) -> bool:
         """Whether it breaks one of the constraints."""
-        outcome = self.outcome
-        biased = self.of is not None and self.of.schedule.selection is not None
-        biased |= abs(outcome.length_bias - 1) > BIASED
-        return (
-            ("on_policy" in wanted and outcome.stale_share > 0)
-            or ("unbiased" in wanted and biased)
-            or outcome.peak_kv > wanted.get("memory", float("inf"))
-        )
+        return breaks(self.schedule, self.outcome, wanted)
 
 
 def simulate(
     trace: str | None = None,
     lengths: str | None = None,
-    constraints: Sequence[str] = (),
+    constraints: str = "",
     slots: int | None = None,
     engines: int | None = None,
     ranks: int | None = None,
@@ -125,9 +116,10 @@ def simulate(
         trace: Folder of a run: gives the lengths of its completions, and what its steps cost.
         lengths: Other lengths: `lognormal:median=400,sigma=1`, or a CSV file with a line for each
             prompt.
-        constraints: What the recommended schedule has to keep to: `on_policy` (no token of an
-            earlier policy is trained on), `unbiased` (short completions are not preferred, none is
-            left out of the update), `memory=4GiB` (key-value cache of an engine).
+        constraints: What the recommended schedule has to keep to, such as
+            `on_policy,unbiased,memory=4GiB`: no token of an earlier policy is trained on; short
+            completions are not preferred, and none is left out of the update; key-value cache of an
+            engine.
         slots: Slots of all engines. By default those of the run, or 256.
         engines: Number of engines. By default that of the run.
         ranks: Number of processes that train. By default that of the run.
@@ -149,7 +141,6 @@ def simulate(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
             "`--lengths lognormal:median=400,sigma=1`."
         )
-    counts = {"most_callbacks": most_callbacks, "rounds": rounds}
     sizes = {
         "slots": slots,
         "engines": engines,
@@ -158,32 +149,25 @@ def simulate(
         "num_generations": num_generations,
         "max_completion_length": max_completion_length,
     }
-    for name, value in {**counts, **sizes}.items():
-        if value is not None:
-            check_count("simulate", name, value, 1)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
+        check_count("simulate", name, value, 1)
     traces = None if trace is None else Traces(trace)
-    about: dict[str, Any] = {"slots": 256, **DEFAULTS, **(_about(traces) if traces else {})}
-    trained_by = about["ranks"]
-    about |= {name: value for name, value in sizes.items() if value is not None}
+    before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(_about(traces) if traces else {})}
+    about = before | given
     costs = Costs() if traces is None else calibrated(traces)
-    ours = about["ranks"] / trained_by
-    costs = replace(costs, position=costs.position / ours, verify=costs.verify / ours)
-    wanted = _constraints(constraints, about.get("kv_bytes_per_token"))
-    work = _workload(lengths, traces, about, rounds + WARM_UP, seed)
-    machine = Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted)
-
-    def outcome(schedule: Any, of: Machine = machine) -> Outcome:
-        shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        return Pipeline(schedule, work, costs, of, *shape).run(rounds, WARM_UP)
-
-    found = candidates(_facts(about), most_callbacks)
-    rows = [Row(each.name, outcome(each.schedule), each) for each in found]
-    update = about["prompts_per_round"]
-    peers = []
-    for peer in PEERS.values():
-        of = replace(machine, rank_correlation=1.0) if peer.exact_lengths else machine
-        peers.append(Row(peer.name, outcome(peer.schedule(update), of)))
-    plain = next(row for row in rows if row.name == PLAIN)
+    more = about["ranks"] / before["ranks"]
+    setting = Setting(
+        about,
+        _workload(lengths, traces, about, rounds + WARM_UP, seed),
+        replace(costs, position=costs.position / more, verify=costs.verify / more),
+        Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted),
+        rounds,
+    )
+    names = [*filter(None, map(str.strip, constraints.split(",")))]
+    wanted = _constraints(names, about.get("kv_bytes_per_token"))
+    rows, peers = setting.ours(most_callbacks), setting.peers()
+    plain = next(row.outcome for row in rows if row.name == PLAIN)
     best = recommended(rows, wanted)
     text = best.of.overlay(about["engine"]) if best is not None and best.of else ""
     if overlay is not None and text:
@@ -192,22 +176,73 @@ def simulate(
         from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
 
         shown = {row.name: row.outcome for row in [*_first(rows), *peers]}
-        simulated(shown, plain.outcome).savefig(picture)
-    given = f" under {', '.join(constraints)}" if constraints else ""
-    told = f"Recommended{given}: {best.name}" if best else f"No schedule keeps to{given[6:]}."
+        simulated(shown, plain).savefig(picture)
+    under = f" under {', '.join(names)}" if names else ""
     return "\n".join(
         [
-            _setting(about, work, trace, traces is not None, rounds),
+            setting.told(trace),
             "",
-            _table(rows, plain.outcome, wanted),
+            _table(rows, plain, wanted),
             "",
             "Rules of other packages, on the same engine:",
-            _table(peers, plain.outcome, wanted),
+            _table(peers, plain, wanted),
             "",
-            told,
+            f"Recommended{under}: {best.name}" if best else f"No schedule fits{under}.",
             *([text] if text else []),
         ]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What schedules are simulated on."""
+
+    about: Mapping[str, Any]
+    """Sizes, as in the traces of a run."""
+    work: Workload
+    costs: Costs
+    machine: Machine
+    rounds: int
+
+    def _outcome(self, schedule: Schedule, exact_lengths: bool = False) -> Outcome:
+        about, machine = self.about, self.machine
+        if exact_lengths:
+            machine = replace(machine, rank_correlation=1.0)
+        shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
+        pipeline = Pipeline(schedule, self.work, self.costs, machine, *shape)
+        return pipeline.run(self.rounds, WARM_UP)
+
+    def ours(self, most_callbacks: int) -> list[Row]:
+        """Simulate our callbacks and the combinations that go together."""
+        found = candidates(facts_of(self.about), most_callbacks)
+        return [Row(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
+
+    def peers(self) -> list[Row]:
+        """Simulate the rules of other packages."""
+        rows = []
+        for peer in PEERS.values():
+            schedule = peer.schedule(self.about["prompts_per_round"])
+            rows.append(Row(peer.name, schedule, self._outcome(schedule, peer.exact_lengths)))
+        return rows
+
+    def told(self, trace: str | None) -> str:
+        """Return the setting in words, and what the columns of the table mean."""
+        about, of = self.about, self.machine
+        every = sorted(n for group in self.work.lengths for n in group)
+        sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
+        costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
+        apart = "devices or cores of their own"
+        if of.slowdown != 1:
+            apart = f"the same ones, and take {of.slowdown:g} times as long while both work"
+        return (
+            f"Simulated: {self.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
+            f"{of.slots} slots, lengths up to {min(every[-1], self.work.limit):,} (median "
+            f"{every[len(every) // 2]:,}), {costs}.\n"
+            f"Engine and trainer have {apart}.\n"
+            "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
+            "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
+            "tokens in an engine's key-value cache."
+        )
 
 
 DEFAULTS = {
@@ -224,7 +259,7 @@ DEFAULTS = {
 
 def _about(traces: Traces) -> dict[str, Any]:
     """Return the settings of a run, with the slots of its rounds."""
-    slots = traces.table("rounds").column("slots").to_pylist()
+    slots = [row["slots"] for row in traces.rows("rounds")]
     known = {name: value for name, value in traces.about.items() if value is not None}
     return {**known, **({"slots": int(median(slots))} if any(slots) else {})}
 
@@ -241,10 +276,8 @@ def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, flo
                     "from a run only. Give `--trace RUN`."
                 )
             wanted[name] = size / token_bytes
-        elif name in ("on_policy", "unbiased") and not value:
-            wanted[name] = 1.0
         else:
-            raise UsageError(f"`--constraints {each}` is none of {', '.join(CONSTRAINTS)}.")
+            wanted |= wanted_of([each])
     return wanted
 
 
@@ -280,7 +313,7 @@ def _workload(
     )
 
 
-def _facts(about: Mapping[str, Any]) -> RunFacts:
+def facts_of(about: Mapping[str, Any]) -> RunFacts:
     """Return facts about a run of these sizes, whose engine decodes beside the update."""
     sizes = (
         *("prompts_per_round", "num_generations", "steps_per_round", "num_iterations"),
@@ -294,7 +327,7 @@ def _facts(about: Mapping[str, Any]) -> RunFacts:
             engine=ProcessEngine(TransformersEngine()),
             **{name: about[name] for name in sizes},
         )
-        module = GRPOModule(str(about.get("model")))
+        module: Any = GRPOModule(str(about.get("model")))
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
 
 
@@ -341,19 +374,3 @@ def _table(rows: Sequence[Row], plain: Outcome, wanted: Mapping[str, float]) -> 
             f"{'  (breaks a constraint)' if row.refused(wanted) else ''}"
         )
     return "\n".join(lines)
-
-
-def _setting(
-    about: Mapping[str, Any], work: Workload, trace: str | None, fitted: bool, rounds: int
-) -> str:
-    every = sorted(n for of in work.lengths for n in of)
-    sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
-    costs = f"costs fitted to `{trace}`" if fitted else "made-up costs of steps and updates"
-    return (
-        f"Simulated: {rounds} rounds of {sizes}, {counted(about['engines'], 'engine')} with "
-        f"{about['slots']} slots, lengths up to {min(every[-1], work.limit):,} (median "
-        f"{every[len(every) // 2]:,}), {costs}.\n"
-        "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
-        "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
-        "tokens in an engine's key-value cache."
-    )

@@ -1,15 +1,17 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.decoder import StepCosts
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 WELL = 0.1
 """Relative error of the seconds of a round from which on a model does not fit."""
@@ -18,6 +20,19 @@ FEWER = 1.01
 FORWARD = 1 / 3
 """Share of a forward pass in the cost of an update's position: the backward pass is two of them."""
 MOST_LATENCIES = 10_000
+
+
+class Tables(Protocol):
+    """`Traces`, or the traces of the newest rounds in memory."""
+
+    about: dict[str, Any]
+    folder: Any
+
+    def table(self, name: str) -> "pa.Table":
+        """Return all rows of a table, which may have none."""
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +89,7 @@ class Costs:
     def tail(self) -> tuple[float, float, float, float]:
         """Median, 95th and 99th percentile and maximum of the seconds of a reward."""
         points = np.quantile(self.reward, [0.5, 0.95, 0.99, 1.0])
-        return tuple(points.tolist())  # type: ignore[return-value]
+        return tuple(points.tolist())
 
 
 def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, float]:
@@ -113,8 +128,12 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
-def step_fit(traces: Traces) -> tuple[StepCosts, Fit]:
+def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit]:
     """Fit the seconds of decode steps, with what passes between two of them.
+
+    Args:
+        traces: Tables of a run.
+        warm_up: Number of a round that is left out, if there are others.
 
     Raises:
         UsageError: no round has steps.
@@ -126,6 +145,8 @@ def step_fit(traces: Traces) -> tuple[StepCosts, Fit]:
             "Give a run with `VLLMEngine` or `TransformersEngine`."
         )
     rows = columns["proposed"] == 0  # draft tokens would be another term
+    if (late := rows & (columns["round"] != warm_up)).any():
+        rows = late
     columns = {name: column[rows] for name, column in columns.items()}
     model = {
         "base": columns["decode_steps"],
@@ -181,7 +202,7 @@ class _Rounds:
         return self
 
 
-def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
+def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
     """Fit the seconds of updates to the positions that were trained on.
 
     Returns:
@@ -198,7 +219,8 @@ def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, flo
     measured = np.array([seconds[n] for n in numbers])
     share = float(trains.sum() / max(1, kept.sum()))
     if not len(numbers) or not positions.any():
-        return 0.0, 0.0, Fit("update", {}, 0, float("nan"), float("nan")), share
+        usual = float(np.median(measured)) if len(numbers) else 0.0  # with nothing to compute
+        return usual, 0.0, Fit("update", {}, 0, float("nan"), float("nan")), share
     columns = {"update": np.ones(len(numbers)), "position": positions}
     if np.ptp(positions) < 0.05 * positions.max():
         del columns["update"]  # all of one size: that cannot be told from the rest
@@ -209,7 +231,18 @@ def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, flo
     return terms["update"], terms["position"], fit, share
 
 
-def calibrated(traces: Traces) -> Costs:
+def cached_share(traces: Tables) -> float:
+    """Return the share of the siblings' prompt tokens that the engine had in its cache."""
+    could: dict[str, list[int]] = {}
+    for row in traces.rows("completions"):
+        name = f"{row['request'].rpartition('/')[0]} {row['round']}"
+        could.setdefault(name, []).append(row["prompt_tokens"])
+    siblings = sum(sum(of[1:]) for of in could.values())
+    cached = sum(traces.table("steps").column("cached_tokens").to_pylist())
+    return min(1.0, cached / siblings) if siblings else 0.0
+
+
+def calibrated(traces: Tables) -> Costs:
     """Return the costs of a run.
 
     The first round is left out where there are others: it warms up.
@@ -217,9 +250,10 @@ def calibrated(traces: Traces) -> Costs:
     Raises:
         UsageError: the traces have no decode steps.
     """
-    step, fit = step_fit(traces)
     rounds = _Rounds.of(traces.rows("intervals"))
     first = min([*rounds.other, *rounds.sync], default=0)
+    step, fit = step_fit(traces, first)
+    step = replace(step, cached=cached_share(traces))
     for of in (rounds.update, rounds.sync, rounds.verify, rounds.other):
         if len(of) > 1:
             of.pop(first, None)

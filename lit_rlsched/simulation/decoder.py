@@ -28,6 +28,9 @@ class StepCosts:
     """For each token in the key-value cache."""
     prefill: float = 0.0
     """For each prompt or prefix token of a new request."""
+    cached: float = 0.0
+    """Share of the tokens that prefix caching could spare and does spare: prompts of siblings that
+    the engine has begun in this round, and all tokens of a request that has paused in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,8 @@ class Item:
     """Grows with each time that it joins a queue."""
     submitted: int = 0
     """The same, but for moves to another engine."""
+    new: float = 0.0
+    """Tokens to prefill in its first step."""
     time: float = 0.0
     """Seconds since the round began, when it ended."""
 
@@ -78,8 +83,10 @@ class _Engine:
     """Those of them that are `later`."""
     running: int = 0
     kv: int = 0
-    new: int = 0
+    new: float = 0.0
     """Tokens to prefill in the next step."""
+    begun: set[str] = field(default_factory=set)
+    """Groups that have had a slot in this round."""
     at: int = 0
     """Turn up to which seconds are counted."""
     seconds: float = 0.0
@@ -125,7 +132,8 @@ class Engines:
     def start_round(self, take_turns: bool = True, ahead: bool = True) -> None:
         """Begin at turn 0; nothing may run. See `Worker.start_round`."""
         self.turn = 0
-        self.row_steps = self.prefilled = self.pauses = self.peak_kv = 0
+        self.row_steps = self.pauses = self.peak_kv = 0
+        self.prefilled = 0.0
         self._ends: list[tuple[int, int, int, Item]] = []
         self._homes: dict[str, int] = {}
         self._take_turns, self._window = take_turns, WINDOW if ahead else 1
@@ -133,6 +141,7 @@ class Engines:
         self._dirty = set(range(len(self._engines)))
         for engine in self._engines:
             engine.at, engine.seconds = 0, 0.0
+            engine.begun.clear()
 
     @property
     def seconds(self) -> float:
@@ -226,9 +235,8 @@ class Engines:
         item.drawn += drawn
         engine.running -= 1
         engine.kv -= item.context + item.drawn
-        if not drawn and not item.cached:
-            engine.new -= item.context + item.drawn
-        item.cached = False
+        if not drawn:
+            engine.new -= item.new
         item.start, item.end, item.time = -1, -1, engine.seconds
         self._dirty.add(item.engine)
 
@@ -249,11 +257,25 @@ class Engines:
             engine.queued -= 1
             engine.later -= item.later
             engine.running += 1
-            item.start, item.end, item.begun = self.turn, self.turn + tokens, True
             have = item.context + item.drawn
+            item.new = self._to_prefill(item, engine)
+            item.start, item.end, item.begun = self.turn, self.turn + tokens, True
+            engine.begun.add(item.group)
             engine.kv += have
-            engine.new += 0 if item.cached else have
+            engine.new += item.new
             heapq.heappush(self._ends, (item.end, number, item.arrival, item))
+
+    def _to_prefill(self, item: Item, engine: _Engine) -> float:
+        """Tokens that are computed when an item starts."""
+        have = item.context + item.drawn
+        if item.cached and not item.begun:
+            return 0.0
+        known = 0
+        if item.begun:
+            known = have
+        elif item.group in engine.begun:
+            known = item.context - item.prefix
+        return have - self._costs.cached * known
 
     def _count(self, engine: _Engine) -> None:
         """Count the steps of an engine up to this turn; as many items ran in all of them."""
@@ -268,7 +290,7 @@ class Engines:
             + costs.prefill * engine.new
         )
         self.prefilled += engine.new
-        engine.new = 0
+        engine.new = 0.0
         engine.kv += steps * running
         self.row_steps += steps * running
         self.peak_kv = max(self.peak_kv, engine.kv)

@@ -4,6 +4,7 @@ import gc
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from lit_rlsched.scheduling.admission import Order
 from lit_rlsched.scheduling.ahead_rollout import AfterRound
@@ -42,7 +43,14 @@ class SimulatedRound:
     rollout: float
     """Seconds of the rollout, with the wait for the last score."""
     update: float
+    around: float
+    """Seconds of sync, verification and whatever else."""
+    decoding: float
+    """Seconds of decode steps."""
     decode_steps: int
+    """Without those beside the update."""
+    steps_beside: int
+    """Decode steps of drafts beside the update."""
     slot_steps: int
     idle_slot_steps: int
     prompts: int
@@ -78,7 +86,7 @@ class Outcome:
     @property
     def decode_steps(self) -> float:
         """Decode steps for each update's worth of prompts."""
-        steps = self.total("decode_steps")
+        steps = self.total("decode_steps") + self.total("steps_beside")
         return steps * self.prompts_per_update / max(1.0, self.total("prompts"))
 
     @property
@@ -131,6 +139,7 @@ class Pipeline:
         num_generations: Completions of a prompt.
         steps_per_round: Optimizer steps of a round.
         num_iterations: Times that a round is trained on.
+        source: Gives the prompts, whose uids are their places in `work`; by default in that order.
 
     Raises:
         UsageError: the schedule depends on more than lengths, or slots cannot be divided.
@@ -143,6 +152,7 @@ class Pipeline:
     num_generations: int
     steps_per_round: int = 1
     num_iterations: int = 1
+    source: Any = None
     _rounds: SimulatedRounds = field(init=False)
     _visited: int = field(default=0, init=False)
 
@@ -159,7 +169,7 @@ class Pipeline:
         each = slots // self.machine.engines
         refill = self.schedule.slots.refill
         self._rounds = SimulatedRounds(
-            self._visits(),
+            self._visits() if self.source is None else self.source,
             self.work.length,
             Engines(self.machine.engines, each, self.costs.step, order, refill),
             Sampling(self.work.limit),
@@ -198,7 +208,8 @@ class Pipeline:
                 gc.enable()
         tokens = sum(each.trained_tokens for each in simulated)
         trained = tokens / max(1, sum(each.completions for each in simulated))
-        bias = trained / self.work.mean_length(self._visited, self.num_generations)
+        prompts = self._visited or len(self.work.lengths)
+        bias = trained / self.work.mean_length(prompts, self.num_generations)
         return Outcome(simulated[warm_up:], self.schedule.rule.update_prompts, bias)
 
     def _visits(self) -> Iterator[Visit]:
@@ -213,16 +224,16 @@ class Pipeline:
         return drawn
 
     def _in_turn(self, rounds: int) -> list[SimulatedRound]:
-        """Rollout, then update; gradients perhaps while others decode."""
-        made = []
+        return [self.next_round(number) for number in range(rounds)]
+
+    def next_round(self, number: int) -> SimulatedRound:
+        """Simulate a rollout, then its update; gradients perhaps while others decode."""
         drafts: AfterRound | None = "cut" if self.schedule.fills_drain else None
-        for number in range(rounds):
-            drawn = self._drawn(number, drafts)
-            rollout, update = self._rollout(drawn), self._update(drawn)
-            beside = self._streamed(drawn, rollout, update)
-            seconds = rollout + update - beside + (self.machine.slowdown - 1) * beside
-            made.append(self._figures(drawn, seconds + self._around(drawn), rollout, update))
-        return made
+        drawn = self._drawn(number, drafts)
+        rollout, update = self._rollout(drawn), self._update(drawn)
+        beside = self._streamed(drawn, rollout, update)
+        seconds = rollout + update - beside + (self.machine.slowdown - 1) * beside
+        return self._figures(drawn, number, seconds, rollout, update)
 
     def _ahead(self, rounds: int) -> list[SimulatedRound]:
         """The next round is drawn beside the update, under the weights before it."""
@@ -231,10 +242,11 @@ class Pipeline:
         for number in range(rounds):
             following = self._drawn(number + 1)
             rollout, update = self._rollout(following), self._update(drawn)
-            seconds = self._overlapped(rollout, update) + self._around(drawn)
+            seconds = self._overlapped(rollout, update)
             if not number:
                 seconds += self._rollout(drawn)
-            made.append(self._figures(drawn, seconds, rollout, update, lag=min(1, number)))
+            version = number + (number > 0)  # the policy has made another step
+            made.append(self._figures(drawn, version, seconds, rollout, update))
             drawn = following
         return made
 
@@ -249,8 +261,10 @@ class Pipeline:
             seconds = self._overlapped(rollout + more, update) if number else rollout
             if not number:
                 seconds += self._overlapped(more, update)
-            around = self.costs.sync + self.costs.other
-            made.append(self._figures(drawn, seconds + around, rollout + more, update))
+            drawn.verified = 0  # by the passes of the update
+            figures = self._figures(drawn, number, seconds, rollout + more, update)
+            figures.steps_beside = self._rounds.engines.turn - drawn.turns
+            made.append(figures)
         return made
 
     def _overlapped(self, rollout: float, update: float) -> float:
@@ -311,21 +325,24 @@ class Pipeline:
         return beside
 
     def _figures(
-        self, drawn: Drawn, seconds: float, rollout: float, update: float, lag: int = 0
+        self, drawn: Drawn, version: int, seconds: float, rollout: float, update: float
     ) -> SimulatedRound:
         trained, harvest = drawn.trained, drawn.harvest
-        newest = max((v for s in trained for v, _ in s.completion.segments), default=0)
         tokens = stale = 0
         for sample in trained:
             for author, n in sample.completion.segments:
                 if author != ENVIRONMENT:
                     tokens += n
-                    stale += n * (lag > 0 or author < newest)
+                    stale += n * (author < version)
+        around = self._around(drawn)
         return SimulatedRound(
-            seconds,
+            seconds + around,
             rollout,
             update,
+            around,
+            drawn.seconds,
             drawn.turns,
+            0,
             drawn.slot_steps,
             drawn.slot_steps - drawn.row_steps,
             len({sample.group.id for sample in trained}),

@@ -1,19 +1,18 @@
 """Choose the number of slots for `SortedBatching` from the lengths of an earlier run."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 
-from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.round_runner import DrawnRound
-from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.planning import Steps
-from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
-from lit_rlsched.types import Prompt, Sampling
+from lit_rlsched.simulation.decoder import Engines
+from lit_rlsched.simulation.rounds import SimulatedRounds
+from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.types import Sampling
 
 Mode = Literal["on_policy", "partial"]
 PoolOrder = Literal["fifo", "least_attained"]
@@ -31,7 +30,7 @@ def recommend_slots(
     """Number of slots with which a pool idles no more than `bubble_ratio`.
 
     Bisection finds a number that keeps to the target while one more slot does not. Each number that
-    it tries simulates the whole pool, which takes about a second for 4,000 completions. At most as
+    it tries simulates the whole pool, which takes 0.2 seconds for 4,000 completions. At most as
     many slots as completions are considered. See `docs/explanation/sorted_rl.md` for a number that
     is safe for any pool.
 
@@ -105,32 +104,14 @@ def pool_bubble_ratio(
             f"more, and no more than `{max_completion_length=}`."
         )
     groups = np.ceil(rows).astype(int).reshape(len(rows), -1).tolist()
+    work = Workload(groups, [1] * len(groups), int(limit))
     rule = SortedRound(update, len(groups), len(groups[0]), "group", mode)
-    traces = [drawn.trace for drawn in simulated_pool(groups, rule, slots, order, int(limit))]
-    total = sum(trace.slot_steps for trace in traces)
-    return (total - sum(trace.busy_slot_steps for trace in traces)) / total
-
-
-def simulated_pool(
-    lengths: Sequence[Sequence[int]],
-    rule: RoundRule,
-    slots: int,
-    order: PoolOrder,
-    limit: int,
-    **costs: Any,
-) -> Iterator[DrawnRound]:
-    """Draw rounds until every prompt of a pool is trained on.
-
-    Args:
-        lengths: Lengths of the completions of each prompt, the same number for each.
-        rule: Rule of the rounds.
-        slots: Number of slots.
-        order: Admission order.
-        limit: Maximum number of tokens per completion.
-        costs: Costs of the engine's steps, as in `SimulatedEngine`.
-    """
-    recorded = {f"{p}/{c}": n for p, group in enumerate(lengths) for c, n in enumerate(group)}
-    engine = SimulatedEngine(lengths=recorded, length_only=True, stream=False, **costs)
-    session = simulated_session(engine, slots, limit + 1, lambda: Admission(slots, order=order))
-    visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in range(len(lengths)))
-    return simulated_rounds(session, visits, Sampling(limit), len(lengths[0]), lambda number: rule)
+    visits = islice(work.visits(), len(groups))
+    engines = Engines(slots=slots, order=order)
+    rounds = SimulatedRounds(visits, work.length, engines, Sampling(work.limit), len(groups[0]))
+    version = total = busy = 0
+    while (drawn := rounds.draw(rule, version)) is not None:
+        version += 1
+        total += drawn.slot_steps
+        busy += drawn.row_steps
+    return (total - busy) / total

@@ -6,7 +6,7 @@ how many tokens the policy accepts is not known before, so a share of them is ta
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.simulation.decoder import Engines, Item
-from lit_rlsched.simulation.loop import PromptList, Visit
+from lit_rlsched.simulation.loop import PromptList
 from lit_rlsched.types import Completion, Group, LengthOnly, Sample, Sampling, stable_hash
 
 Length = Callable[[Sample], int]
@@ -42,7 +42,7 @@ class Drawn:
     """Slot-steps in which a completion or a draft ran."""
     seconds: float
     """From the first step to the last."""
-    prefilled: int
+    prefilled: float
     peak_kv: int
     verified: int
     """Positions of drafts, prompts included, that were verified before the round."""
@@ -75,7 +75,7 @@ class SimulatedRounds:
     """Draws one round after the other.
 
     Args:
-        visits: Prompts in the order in which they are drawn.
+        source: Gives the prompts, as `DomainSource` does; or these in their order.
         length: Length of each completion.
         engines: Decodes.
         sampling: Its limit cuts the lengths.
@@ -87,7 +87,7 @@ class SimulatedRounds:
         keeps_cache: Whether a completion that goes on in the next round keeps its cache.
     """
 
-    visits: Iterable[Visit]
+    source: Any
     length: Length
     engines: Engines
     sampling: Sampling
@@ -100,7 +100,7 @@ class SimulatedRounds:
 
     def __post_init__(self) -> None:
         self.planner = RoundPlanner(RolloutBuffer(), self.sampling, self.num_generations)
-        source: Any = PromptList(self.visits)
+        source: Any = self.source if hasattr(self.source, "draw") else PromptList(self.source)
         self.planner.source = source
 
     def draw(self, rule: RoundRule, version: int, drafts: AfterRound | None = None) -> Drawn | None:
@@ -125,7 +125,7 @@ class SimulatedRounds:
             following = Following(coming, "", goes_on=drafts == "go_on")
         decoding = _Decoding(self, groups, rule, version, following)
         decoding.run()
-        engines, going = self.engines, None
+        engines = self.engines
         harvest = settle(groups, rule, decoding.state, stale)
         slots, seconds = engines.slots * len(engines), engines.seconds  # which counts all steps
         drawn = Drawn(
@@ -140,15 +140,13 @@ class SimulatedRounds:
             verified,
             decoding.ended,
         )
+        planner.pool.settle(groups, harvest.left)
         if following is not None:
             going = Drafts(following, decoding.drafts)
             if drafts == "cut":
-                self.end_drafts(going)
-        planner.pool.settle(groups, harvest.left)
-        if going is not None and drafts == "cut":
-            planner.pool.settle(following.groups, following.groups)
-        if drafts == "go_on":
-            drawn.drafts = going
+                self.end_drafts(going, version)
+            else:
+                drawn.drafts = going
         planner.follow()
         return drawn
 
@@ -160,16 +158,16 @@ class SimulatedRounds:
             pass
         seconds = engines.seconds - begun
         self.end_drafts(drafts, version)
-        self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
         return seconds
 
-    def end_drafts(self, drafts: Drafts, version: int = 0) -> None:
-        """Stop the drafts, and give their tokens to the completions."""
+    def end_drafts(self, drafts: Drafts, version: int) -> None:
+        """Stop the drafts, and put what they have drawn into the pool."""
         self.engines.stop([item for item in drafts.items if item.end >= 0 and item.engine >= 0])
         for item in drafts.items:
             if item.drawn:
                 grow(item.of.completion, item.drawn, version, item.drawn == item.tokens)
         drafts.following.put_off()
+        self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
 
     def _verify(self, group: Group, version: int) -> int:
         """Turn the group's drafts into completions; return the positions of the pass."""

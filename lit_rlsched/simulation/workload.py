@@ -10,8 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
-from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.costs import Tables
 from lit_rlsched.simulation.loop import Visit
 from lit_rlsched.types import LengthOnly, Prompt, Sample, stable_hash
 
@@ -67,7 +67,7 @@ class Workload:
         return fmean(map(fmean, groups))
 
     @classmethod
-    def of_run(cls, traces: Traces) -> "Workload":
+    def of_run(cls, traces: Tables) -> "Workload":
         """Take the completions that a run has trained on, in the order in which it drew them.
 
         Raises:
@@ -109,8 +109,8 @@ class Workload:
             raise UsageError(f"`{path}` cannot be read: {error}.") from None
         except ValueError:
             raise UsageError(
-                f"`{path}`, line {reader.line_num}: {','.join(row)!r:.80} are no lengths. Give a line for "
-                "each prompt: the tokens of its completions, perhaps after a name."
+                f"`{path}`, line {reader.line_num}: {','.join(row)!r:.80} are no lengths. Give a "
+                "line for each prompt: the tokens of its completions, perhaps after a name."
             ) from None
         longest = max((n for of in lengths for n in of), default=1)
         return cls(lengths, [PROMPT_TOKENS] * len(lengths), limit or longest)

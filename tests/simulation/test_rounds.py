@@ -11,7 +11,7 @@ from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.hooks import RoundHooks
-from lit_rlsched.scheduling.admission import KEYS, Admission
+from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.recorded_lengths import Oracle

@@ -28,56 +28,18 @@ class RunTraces:
     def __init__(self, run: TrainingRun, folder: Path, switches: Sequence[Switch] = ()) -> None:
         self._run = run
         self._files = TraceWriter(folder)
-        self._switches = [json.dumps(described(switch)) for switch in switches]
+        self._switches = [*switches]
         self._begun = False
 
     def begin(self, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
-        settings = self._run.settings
-        session, engines, cache = self._run.session, settings.engine.engines, None
-        if session is not None:
-            cache = self._run.startup.cache_bytes_per_token(session.spec)
-        about = {
-            "model": self._run.facts.module.get("model"),
-            "tokenizer": settings.tokenizer,
-            "engine": settings.engine.name,
-            "kv_bytes_per_token": cache,
-            "engines": len(engines),
-            "ranks": self._run.facts.ranks,
-            "prompts_per_round": settings.prompts_per_round,
-            "num_generations": settings.num_generations,
-            "steps_per_round": settings.steps_per_round,
-            "num_iterations": settings.num_iterations,
-            "max_completion_length": settings.sampling.max_completion_length,
-            "reward_workers": settings.rewards.num_workers,
-            "reward_funcs": settings.rewards.names,
-        }
-        self._files.begin(number, about)
+        self._files.begin(number, about_run(self._run))
         self._begun = True
 
     def add(self, round: Round) -> None:
         """Write the rows of a round that was drawn, before it is trained on."""
-        import pyarrow as pa
-
-        clock, timeline = self._run.clock.at, self._run.timeline
-        tables = {"completions": pa.Table.from_pylist(self._completions(round))}
-        of_round = {
-            "version": round.version,
-            "clock": self._run.clock.seconds,
-            "began": None,
-            "slots": 0,
-            "switches": self._switches,
-            "metrics": [(name, float(value)) for name, value in round.metrics.items()],
-        }
-        if (trace := round.trace) is not None:
-            tables |= trace.tables()
-            of_round["slots"] = trace.slots
-            if trace.origin is not None:
-                of_round["began"] = clock(trace.origin)
-        if timeline is not None and timeline.last is not None:
-            tables["intervals"] = intervals(timeline.last, clock)
-        tables["rounds"] = pa.Table.from_pylist([of_round], _rounds())
-        self._files.add(round.ordinal, tables)
+        switches = [json.dumps(described(switch)) for switch in self._switches]
+        self._files.add(round.ordinal, tables_of(self._run, round, switches))
 
     def end(self) -> None:
         """Write what came after the last round."""
@@ -86,27 +48,77 @@ class RunTraces:
             table = intervals(timeline.last, self._run.clock.at)
             self._files.add(record.num_rounds + 1, {"intervals": table})
 
-    def _completions(self, round: Round) -> list[dict[str, Any]]:
-        rewards = reward_matrix(round.groups, self._run.settings.rewards.weights).tolist()
-        return [
-            {
-                "request": Sample(group, completion).id,
-                "uid": group.prompt.uid,
-                "prompt_tokens": len(group.prompt.token_ids),
-                "tokens": len(completion.token_ids),
-                "drawn": completion.drawn,
-                "version": next((v for v, _ in completion.segments if v != ENVIRONMENT), None),
-                "reward": of[completion.index],
-                "advantage": completion.advantage,
-                "reward_seconds": completion.reward_seconds,
-                "waited": completion.waited,
-                "deferred": group.deferred,
-                "attempts": completion.attempts,
-                "fate": completion.dropped or completion.finish_reason,
-            }
-            for group, of in zip(round.groups, rewards, strict=True)
-            for completion in group.completions
-        ]
+
+def about_run(run: TrainingRun) -> dict[str, Any]:
+    """Return what holds for all rounds of a run, for `TraceWriter.begin`."""
+    settings, session, cache = run.settings, run.session, None
+    if session is not None:
+        cache = run.startup.cache_bytes_per_token(session.spec)
+    return {
+        "model": run.facts.module.get("model"),
+        "tokenizer": settings.tokenizer,
+        "engine": settings.engine.name,
+        "kv_bytes_per_token": cache,
+        "engines": len(settings.engine.engines),
+        "ranks": run.facts.ranks,
+        "prompts_per_round": settings.prompts_per_round,
+        "num_generations": settings.num_generations,
+        "steps_per_round": settings.steps_per_round,
+        "num_iterations": settings.num_iterations,
+        "max_completion_length": settings.sampling.max_completion_length,
+        "reward_workers": settings.rewards.num_workers,
+        "reward_funcs": settings.rewards.names,
+    }
+
+
+def tables_of(
+    run: TrainingRun, round: Round, switches: Sequence[str] = ()
+) -> "dict[str, pa.Table]":
+    """Return the rows of a round that was drawn, by table."""
+    import pyarrow as pa
+
+    clock, timeline = run.clock.at, run.timeline
+    tables = {"completions": pa.Table.from_pylist(_completions(run, round))}
+    of_round = {
+        "version": round.version,
+        "clock": run.clock.seconds,
+        "began": None,
+        "slots": 0,
+        "switches": [*switches],
+        "metrics": [(name, float(value)) for name, value in round.metrics.items()],
+    }
+    if (trace := round.trace) is not None:
+        tables |= trace.tables()
+        of_round["slots"] = trace.slots
+        if trace.origin is not None:
+            of_round["began"] = clock(trace.origin)
+    if timeline is not None and timeline.last is not None:
+        tables["intervals"] = intervals(timeline.last, clock)
+    tables["rounds"] = pa.Table.from_pylist([of_round], _rounds())
+    return tables
+
+
+def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
+    rewards = reward_matrix(round.groups, run.settings.rewards.weights).tolist()
+    return [
+        {
+            "request": Sample(group, completion).id,
+            "uid": group.prompt.uid,
+            "prompt_tokens": len(group.prompt.token_ids),
+            "tokens": len(completion.token_ids),
+            "drawn": completion.drawn,
+            "version": next((v for v, _ in completion.segments if v != ENVIRONMENT), None),
+            "reward": of[completion.index],
+            "advantage": completion.advantage,
+            "reward_seconds": completion.reward_seconds,
+            "waited": completion.waited,
+            "deferred": group.deferred,
+            "attempts": completion.attempts,
+            "fate": completion.dropped or completion.finish_reason,
+        }
+        for group, of in zip(round.groups, rewards, strict=True)
+        for completion in group.completions
+    ]
 
 
 def described(switch: Switch) -> dict[str, Any]:

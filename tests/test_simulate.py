@@ -1,0 +1,135 @@
+"""The commands `calibrate` and `simulate`."""
+
+import pytest
+import yaml
+
+from lit_rlsched.callbacks.candidates import PLAIN, candidates
+from lit_rlsched.cli.main import main
+from lit_rlsched.cli.simulate import DEFAULTS, Row, facts_of, recommended, simulate
+from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.scheduling.trace_files import TraceWriter
+from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.costs import Costs
+from lit_rlsched.simulation.peers import PEERS
+from lit_rlsched.simulation.pipeline import Machine, Pipeline
+from lit_rlsched.simulation.workload import Workload
+
+SMALL = {"prompts_per_round": 4, "num_generations": 2, "slots": 4, "rounds": 4}
+LENGTHS = "lognormal:median=20,sigma=1"
+
+
+def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp_path):
+    overlay, picture = tmp_path / "schedule.yaml", tmp_path / "table.png"
+    said = simulate(
+        lengths=LENGTHS, max_completion_length=200, **SMALL, overlay=overlay, picture=picture
+    )
+    for name in (PLAIN, "SortedBatching(mode='partial')", "AheadRollout(correction='verify')"):
+        assert f"  {name}\n" in said
+    assert all(f"  {name}\n" in said for name in PEERS)
+    best = said.partition("Recommended: ")[2].partition("\n")[0]
+    config = yaml.safe_load(overlay.read_text())
+    names = [each["class_path"] for each in config["trainer"]["callbacks+"]]
+    assert names == [part.partition("(")[0] for part in best.split(" + ")]
+    assert "made-up costs" in said and picture.stat().st_size > 10_000
+
+
+def test_what_is_recommended_keeps_to_the_constraints():
+    free = simulate(lengths=LENGTHS, **SMALL)
+    policy = simulate(lengths=LENGTHS, **SMALL, constraints="on_policy, unbiased")
+    assert "InFlightUpdates" in free.partition("Recommended")[2]
+    best = policy.partition("Recommended under on_policy, unbiased: ")[2].partition("\n")[0]
+    assert best and not {"InFlight", "partial", "importance", "Tail", "DownSampling"} & {*best}
+    row = next(line for line in policy.splitlines() if line.endswith(f"  {best}"))
+    assert " 0 % " in row and "breaks" not in row
+
+
+def test_of_equals_the_simplest_is_recommended():
+    facts = facts_of({**DEFAULTS, **{k: v for k, v in SMALL.items() if k in DEFAULTS}})
+    work = Workload([[5, 5]] * 40, [3] * 40, 9)  # nothing to gain by any order
+    rows = [
+        Row(c.name, c.schedule, Pipeline(c.schedule, work, Costs(), Machine(8), 2).run(4), c)
+        for c in candidates(facts)
+        if not (c.beside_update or c.schedule.selection or c.schedule.streaming)
+    ]
+    assert recommended(rows, {}).name == PLAIN
+    assert recommended(rows, {"memory": 0}) is None
+
+
+def test_pairs_that_are_refused_are_no_candidates():
+    names = [c.name for c in candidates(facts_of(DEFAULTS))]
+    assert len(names) == len({*names}) > 40 and names[0] == PLAIN
+    for one, other in (("SortedBatching", "TailBatching"), ("InFlight", "AheadRollout")):
+        assert not [name for name in names if one in name and other in name]
+
+
+def test_candidates_are_made_again_from_their_overlays():
+    facts = facts_of(DEFAULTS)
+    for candidate in candidates(facts, most=1):
+        again = make_schedule(candidate.callbacks(), facts)
+        assert type(again.rule) is type(candidate.schedule.rule)
+        config = yaml.safe_load(candidate.overlay("VLLMEngine")) or {}
+        given = config.get("trainer", {}).get("callbacks+", [])
+        assert [each.get("init_args", {}) for each in given] == [a for _, a in candidate.options]
+        assert ("data" in config) == candidate.beside_update
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "needs lengths"),
+        ({"lengths": "lognormal:sigma=1"}, "write `lognormal:median=400,sigma=1`"),
+        ({"lengths": "lognormal:median=0,sigma=1"}, "median is 1 or more"),
+        ({"lengths": "lognormal:median=9,sigma=1,between=2"}, "between"),
+        ({"lengths": "lognormal:median=many,sigma=1"}, "write `lognormal"),
+        ({"lengths": "none.csv"}, "`none.csv` cannot be read"),
+        ({"lengths": LENGTHS, "constraints": "quick"}, "none of on_policy, unbiased"),
+        ({"lengths": LENGTHS, "constraints": "memory=1GiB"}, "from a run only"),
+        ({"lengths": LENGTHS, "slots": 0}, "slots"),
+        ({"lengths": LENGTHS, "slots": 5, "engines": 2}, "cannot be divided among 2 engines"),
+        ({"trace": "."}, "holds no traces"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, why):
+    with pytest.raises(UsageError, match=why):
+        simulate(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no prompt"),
+        ("3,0,2\n", "has the length 0"),
+        ("a,4,5\nb\n", "no prompt with completions"),
+        ("a,4,5\nb,6,long\n", "line 2: 'b,6,long' are no lengths"),
+        ("4,-1\n", "has the length -1"),
+        ("\x00\xff", "prompt"),
+    ],
+)
+def test_a_file_of_lengths_that_cannot_be_used(tmp_path, text, why):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=why):
+        Workload.of_file(path)
+
+
+def test_a_file_of_lengths(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("first,3,4\n\n5,600\n")
+    work = Workload.of_file(path)
+    assert work.lengths == [[3, 4], [5, 600]] and work.limit == 600
+    assert "lengths up to 500 (median 5)" in simulate(
+        lengths=str(path), max_completion_length=500, **SMALL
+    )
+
+
+def test_traces_without_a_completion_are_refused(tmp_path, capsys):
+    TraceWriter(tmp_path / "traces").begin(1, {"reward_workers": 1})
+    for command in (["calibrate", str(tmp_path)], ["simulate", "--trace", str(tmp_path)]):
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert stop.value.code == 2 and "no decode steps" in capsys.readouterr().err
+
+
+def test_a_constraint_that_none_keeps_to(tmp_path, capsys):
+    main(["simulate", "--lengths", LENGTHS, "--rounds=4", "--constraints=unbiased"])
+    assert "Recommended under unbiased: " in capsys.readouterr().out
