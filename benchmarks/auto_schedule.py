@@ -72,7 +72,7 @@ def run(
     pipeline = Pipeline(schedule, work, costs, machine, GENERATIONS)
 
     def decide(number: int) -> None:
-        if number and number % auto.every_n_rounds == 0:
+        if number and auto.decides(number):
             first = max(0, number - RECENT) * PROMPTS
             recent = replace(
                 work,

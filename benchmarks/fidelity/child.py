@@ -1,7 +1,6 @@
 """One run, in a process of its own: the name of its row, a seed and the folder for its traces."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,6 @@ def run(row: Row, seed: int, folder: Path) -> None:
     trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run a row."""
-    name, seed, folder = arguments
-    run(ROWS[name], int(seed), Path(folder))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    name, seed, folder = sys.argv[1:]
+    run(ROWS[name], int(seed), Path(folder))

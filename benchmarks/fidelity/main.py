@@ -13,7 +13,6 @@ end of the second rollout (the first rollout and the first update warm up) to th
 """
 
 import csv
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -161,22 +160,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = results.parser("fidelity", __doc__)
     parser.add_argument("--repeats", type=int, default=5, help="runs of each row, in turn")
     parser.add_argument("--seed", type=int, default=0, help="order of the prompts, and noise")
-    parser.add_argument("--runs", help="folder of runs to compare, ROW-REPEAT each; kept")
+    parser.add_argument(
+        "--runs", default="runs/fidelity", help="folder of the runs; those that are there are used"
+    )
     options = results.parse(parser, arguments)
     if not Path(MODEL).is_dir():
         parser.error(f"no model in {MODEL}: run `make real-model`")
-    with tempfile.TemporaryDirectory() as temporary:
-        root = Path(options.runs or temporary)
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
-        for repeat in range(options.repeats):
-            folders = {name: root / f"{name}-{repeat}" for name in ROWS}
-            for name, folder in folders.items():
-                if not (folder / "traces").is_dir():
-                    measure(name, options.seed, folder)
-            for name in ROWS:
-                figures = compared(name, options.seed, folders)
-                results.add(name, figures)
-                found[name].append(figures)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ROWS}
+    for repeat in range(options.repeats):
+        folders = {name: Path(options.runs) / f"{name}-{repeat}" for name in ROWS}
+        for name, folder in folders.items():
+            if not (folder / "complete").exists():
+                measure(name, options.seed, folder)
+                (folder / "complete").touch()
+        for name in ROWS:
+            figures = compared(name, options.seed, folders)
+            results.add(name, figures)
+            found[name].append(figures)
     print(table(found))
 
 

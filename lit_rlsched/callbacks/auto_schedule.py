@@ -29,6 +29,8 @@ ROUNDS, WARM_UP = 8, 4
 """Rounds that a decision simulates, and those before them."""
 RECENT = 8
 """Newest rounds whose lengths and costs a simulation uses."""
+FIRST = 2
+"""Rounds before the first decision: one warms up."""
 NEXT = "auto_schedule/next"
 """Metric with the number of the rule of the next round."""
 
@@ -52,7 +54,7 @@ class AutoSchedule(RolloutCallback):
 
     Args:
         constraints: What candidates keep to: `on_policy`, `unbiased`.
-        every_n_rounds: Rounds between two decisions.
+        every_n_rounds: Rounds between two decisions; the first comes after two rounds.
         rounds_between_switches: Least number of rounds with the same candidate.
         gain: Least gain in seconds for which it switches, as a share.
         replay: Folder of a run whose decisions are repeated.
@@ -179,11 +181,15 @@ class AutoSchedule(RolloutCallback):
         number = round.ordinal
         if number in self._known:
             self._choose(self._known[number], number)
-        elif number % self.every_n_rounds == 0 and len(self._recent) >= 2:
+        elif self.decides(number) and len(self._recent) >= FIRST:
             with suppress(UsageError):  # nothing has ended in these rounds
                 outcomes = self.simulate(Recent([*self._recent], about_run(run)))
                 round.metrics["auto_schedule/gain"] = self.decide(outcomes, number)
         round.metrics[NEXT] = float(self._next)
+
+    def decides(self, number: int) -> bool:
+        """Whether there is a decision after so many rounds."""
+        return number == FIRST or number % self.every_n_rounds == 0
 
     def _choose(self, chosen: int, number: int) -> None:
         if chosen != self._next:

@@ -1,5 +1,5 @@
 """The command line `lit-rlsched`.
 
-Imports `types`, `settings`, `text`, `processes`, `engines`, `training`, `run`,
-`callbacks`, `datamodule`, `module`.
+Imports `types`, `settings`, `text`, `processes`, `scheduling`, `engines`, `training`,
+`simulation`, `run`, `callbacks`, `datamodule`, `module`.
 """
