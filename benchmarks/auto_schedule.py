@@ -5,8 +5,8 @@
 Each case is a run of 60 rounds, whose lengths may change on the way: `steady` (log-normal),
 `narrow` (nearly equal), `longer` (the median grows eightfold), `tail` (the tail grows), `shorter`,
 and `recorded` (those of a chat model). With few and with many slots, and with updates that take
-nothing or most of a round. The callback decides from the lengths of its last 8 rounds, as in a run;
-costs are known. `worst` must not be above 1.05.
+nothing or most of a round. The callback decides from the lengths of the prompts of its last 8
+rounds; costs are known. The goal for `worst` is 1.05.
 """
 
 import csv
@@ -79,13 +79,14 @@ def run(
                 lengths=work.lengths[first : number * PROMPTS],
                 prompt_tokens=work.prompt_tokens[first : number * PROMPTS],
             )
-            auto.decide(auto.outcomes(recent, costs, machine, GENERATIONS), number)
+            outcomes = auto.outcomes(recent.shuffled(number), costs, machine, GENERATIONS)
+            auto.decide(outcomes, number)
             if (name := auto.candidates[auto.chosen].name) != chosen[-1]:
                 chosen.append(name)
             auto.switch()
 
     ours, fixed = seconds(pipeline, decide), {}
-    for each in auto.candidates:
+    for each in auto.candidates.values():
         fixed[each.name] = seconds(Pipeline(each.schedule, work, costs, machine, GENERATIONS))
     return ours, fixed, chosen
 

@@ -2,14 +2,21 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched.callbacks.candidates import Candidate, breaks, candidate, rule_options, wanted_of
+from lit_rlsched.callbacks.candidates import (
+    Candidate,
+    breaks,
+    candidate,
+    rule_options,
+    wanted_of,
+    written,
+)
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.traces import about_run, tables_of
 from lit_rlsched.scheduling.switched_rounds import SwitchedRound
@@ -46,8 +53,9 @@ class AutoSchedule(RolloutCallback):
     is in the pool stays there, with its tokens as drafts.
 
     Decisions depend on seconds, so a run that is repeated may decide otherwise. They are in
-    checkpoints and traces: a resumed run repeats those that the run before it took after the
-    checkpoint, and `replay` repeats all of another run.
+    checkpoints and, with `RolloutLogger`, in traces: a run that is resumed in the same
+    `default_root_dir` repeats those that the run before it took after the checkpoint, and `replay`
+    repeats all of another run.
 
     Bias: that of the candidate in charge. `on_policy` leaves out those that train on tokens of
     earlier policies, `unbiased` those whose trained completions are shorter than what they draw.
@@ -60,8 +68,9 @@ class AutoSchedule(RolloutCallback):
         replay: Folder of a run whose decisions are repeated.
 
     Raises:
-        UsageError: an argument is out of range, no candidate is left to choose from, or several
-            ranks train.
+        UsageError: an argument is out of range, no candidate is left to choose from, several ranks
+            train, lengths are predicted without an `order`, or a checkpoint or `replay` has chosen
+            what is not allowed here.
 
     Example::
 
@@ -86,15 +95,16 @@ class AutoSchedule(RolloutCallback):
         self.rounds_between_switches = rounds_between_switches
         self.gain = gain
         self.replay = replay
-        self.candidates: list[Candidate] = []
-        """Alternatives; the first waits for all completions."""
+        self.candidates: dict[int, Candidate] = {}
+        """Alternatives by their number in `rule_options`; 0 waits for all completions."""
         self._rule: SwitchedRound | None = None
         self._schedule: Schedule | None = None
         self._next = 0
         self._switched = 0
         """Number of rounds when it switched last."""
-        self._folder: str | None = None
-        """Folder of the run, while it fits."""
+        self._trainer: Trainer | None = None
+        """The Trainer, while it fits."""
+        self._warned = False
         self._known: dict[int, int] = {}
         """Decisions of an earlier run: the number of the next rule, by round."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -114,22 +124,22 @@ class AutoSchedule(RolloutCallback):
                 "schedule with `lit-rlsched simulate`."
             )
         alone = replace(facts, callbacks=facts.callbacks - {type(self).__name__})
-        found = (candidate(chosen, alone) for chosen in rule_options())
-        self.candidates = [
-            each
-            for each in found
+        found = enumerate(candidate(chosen, alone) for chosen in rule_options())
+        self.candidates = {
+            number: each
+            for number, each in found
             if each is not None
             and not ("on_policy" in self.wanted and each.schedule.rule.off_policy)
-        ]
+        }
         if len(self.candidates) < 2:
             raise UsageError(
                 "`AutoSchedule` has nothing to choose from: beside the other callbacks no schedule "
                 "but the plain one is possible. Leave it out."
             )
-        for each in self.candidates:
+        for each in self.candidates.values():
             schedule.compares_logprobs |= each.schedule.compares_logprobs
             schedule.trains_on_stale = schedule.trains_on_stale or each.schedule.trains_on_stale
-        rules = [each.schedule.rule for each in self.candidates]
+        rules = [each.schedule.rule for each in self.candidates.values()]
         schedule.rule = self._rule = SwitchedRound(rules)
         self._schedule = schedule
         self.switch()
@@ -145,7 +155,15 @@ class AutoSchedule(RolloutCallback):
 
     def _switch(self, number: int) -> None:
         assert self._rule is not None and self._schedule is not None
-        self._rule.chosen = number
+        if number not in self.candidates:
+            options = rule_options()
+            name = " + ".join(map(written, options[number] if number < len(options) else ()))
+            raise UsageError(
+                f"`AutoSchedule`: the run that is resumed or replayed has chosen {name or number}, "
+                "which is not among the candidates of this one. Use its `constraints` and its "
+                "other callbacks."
+            )
+        self._rule.chosen = [*self.candidates].index(number)
         self._schedule.fills_drain = self.candidates[number].schedule.fills_drain
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -158,20 +176,22 @@ class AutoSchedule(RolloutCallback):
             raise UsageError(
                 f"`AutoSchedule` cannot simulate this run: {why}. Leave one of them out."
             )
+        if self._schedule.lengths is not None and self._schedule.slots.order is None:
+            raise UsageError(
+                "`AutoSchedule` with `LengthPrediction`: the default order of completions would "
+                "depend on the rule. Set it: `MicroGroupSampling(order='longest_first')`."
+            )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.remove(self)
         callbacks.insert(0, self)
-        self._folder, self._known = trainer.default_root_dir, {}
+        self._trainer, self._known = trainer, {}
+        self._recent.clear()
         if self.replay is not None:
             self._known = decisions_of(self.replay, required=True)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the chosen rule in charge, before the next round is planned."""
-        run = run_of(trainer, self)
-        over = run.current is None or run.round_is_over
-        if run.resumed is not None:
-            over = run.resumed["round"] is None  # else the round goes on with its own rule
-        if over:
+        if run_of(trainer, self).round_is_over:
             self.switch()
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
@@ -182,9 +202,13 @@ class AutoSchedule(RolloutCallback):
         if number in self._known:
             self._choose(self._known[number], number)
         elif self.decides(number) and len(self._recent) >= FIRST:
-            with suppress(UsageError):  # nothing has ended in these rounds
+            try:
                 outcomes = self.simulate(Recent([*self._recent], about_run(run)))
                 round.metrics["auto_schedule/gain"] = self.decide(outcomes, number)
+            except (ValueError, ArithmeticError) as error:  # a `UsageError` is a `ValueError`
+                if not self._warned:
+                    rank_zero_warn(f"`AutoSchedule` has not decided about a round: {error}")
+                self._warned = True
         round.metrics[NEXT] = float(self._next)
 
     def decides(self, number: int) -> bool:
@@ -216,7 +240,8 @@ class AutoSchedule(RolloutCallback):
         """Simulate each candidate that keeps to the constraints; the current one in any case."""
         about, machine = recent.about, Machine(max(1, recent.slots), recent.about["engines"])
         shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        return self.outcomes(Workload.of_run(recent), calibrated(recent), machine, *shape)
+        work = Workload.of_run(recent).shuffled(len(recent.rounds))
+        return self.outcomes(work, calibrated(recent), machine, *shape)
 
     def outcomes(
         self, work: Workload, costs: Costs, machine: Machine, *shape: int
@@ -224,7 +249,7 @@ class AutoSchedule(RolloutCallback):
         """Simulate the candidates; the arguments are those of `Pipeline`."""
         assert self._schedule is not None
         outcomes = {}
-        for number, each in enumerate(self.candidates):
+        for number, each in self.candidates.items():
             schedule = copy(self._schedule)
             schedule.rule = each.schedule.rule
             schedule.fills_drain = each.schedule.fills_drain
@@ -235,7 +260,7 @@ class AutoSchedule(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decisions so far."""
-        chosen = self._rule.chosen if self._rule is not None else 0
+        chosen = 0 if self._rule is None else [*self.candidates][self._rule.chosen]
         return {"next": self._next, "switched": self._switched, "chosen": chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,10 +269,13 @@ class AutoSchedule(RolloutCallback):
         What the run decided after its checkpoint is in its traces, and is decided again.
         """
         self._next, self._switched = state_dict["next"], state_dict["switched"]
-        if self.replay is None and self._folder is not None:
-            self._known = decisions_of(self._folder, required=False)
-        if self._rule is not None and state_dict["chosen"] < len(self._rule.rules):
-            self._switch(state_dict["chosen"])
+        if (trainer := self._trainer) is None:
+            return  # a validation draws no rounds
+        if self.replay is None:
+            self._known = decisions_of(trainer.default_root_dir, required=False)
+        saved = run_of(trainer, self).resumed
+        goes_on = saved is not None and saved["round"] is not None
+        self._switch(state_dict["chosen"] if goes_on else self._next)
 
 
 class Recent:
@@ -262,12 +290,12 @@ class Recent:
 
     def __init__(self, rounds: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:
         self.about = about
-        self._rounds = rounds
+        self.rounds = rounds
 
     @property
     def slots(self) -> int:
         """Slots of the newest round."""
-        return int(self._rounds[-1]["rounds"].column("slots")[0].as_py())
+        return int(self.rounds[-1]["rounds"].column("slots")[0].as_py())
 
     def table(self, name: str) -> "pa.Table":
         """Return all rows of a table, as `Traces.table` does."""
@@ -275,7 +303,7 @@ class Recent:
 
         tables = [
             of[name].add_column(0, "round", [[of["number"]] * of[name].num_rows])
-            for of in self._rounds
+            for of in self.rounds
             if name in of and of[name].num_rows
         ]
         return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})

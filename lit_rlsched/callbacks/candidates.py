@@ -49,18 +49,26 @@ class Candidate:
         """Make the callbacks."""
         return [make(**arguments) for make, arguments in self.options]
 
-    def overlay(self, engine: str) -> str:
+    def overlay(self, engine: str | None = None, slots: int | None = None) -> str:
         """Return a configuration that adds it to a run.
 
         Args:
             engine: Class of the run's engine, which goes into a process of its own if it must.
+                `None`: it has one.
+            slots: Slots that it was simulated with. `None`: the run sets them.
         """
         lines = []
-        if self.beside_update:
+        options = self.options
+        if slots is not None:
+            given = {of: arguments for of, arguments in options if of is MicroGroupSampling}
+            more = given.get(MicroGroupSampling, {})
+            others = [option for option in options if option[0] is not MicroGroupSampling]
+            options = ((MicroGroupSampling, {"slots": slots, **more}), *others)
+        if self.beside_update and engine is not None:
             inner = f"    init_args: {{engine: {engine}}}"
             lines += ["data:", "  engine:", "    class_path: ProcessEngine", inner]
         lines += ["trainer:", "  callbacks+:"]
-        for make, arguments in self.options:
+        for make, arguments in options:
             lines.append(f"    - class_path: {_name(make)}")
             if arguments:
                 pairs = ", ".join(f"{name}: {_yaml(value)}" for name, value in arguments.items())

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,8 @@ class RolloutLogger(RolloutCallback):
             names = run_of(trainer, self).settings.rewards.names
             self.table.add(round, names, folder / "completions.jsonl")
         if self._traces is not None:
-            self._traces.add(round)
+            with self._tracing():
+                self._traces.add(round)
         if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
         elif first:  # whoever looks early sees whether answers look as they should
@@ -254,7 +256,8 @@ class RolloutLogger(RolloutCallback):
         if _writes(trainer):
             self._draw(trainer)
         if self._traces is not None:
-            self._traces.end()
+            with self._tracing():
+                self._traces.end()
         self._last = self._traces = None
 
     def _draw(self, trainer: Trainer) -> None:
@@ -273,7 +276,19 @@ class RolloutLogger(RolloutCallback):
             run = run_of(trainer, self)
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             self._traces = RunTraces(run, folder / "traces", switches_of(callbacks))
-            self._traces.begin(number)
+            with self._tracing():
+                self._traces.begin(number)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Stop writing traces, with a warning, where they cannot be written."""
+        import pyarrow as pa
+
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            self._traces = None
+            rank_zero_warn(f"No traces are written any more: {error}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""

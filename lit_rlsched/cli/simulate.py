@@ -1,5 +1,6 @@
 """The subcommands `calibrate` and `simulate`: what steps cost, and what schedules would buy."""
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ UNITS = {
     "running": "for each completion that decodes",
     "kv": "for each token in the key-value cache",
     "prefill": "for each prompt or prefix token",
-    "update": "for each update",
+    "update": "for each optimizer step",
     "position": "for each position that is trained on",
 }
 """What a term of a fit is multiplied by."""
@@ -60,7 +61,7 @@ UNITS = {
 def _told(fit: Fit) -> list[str]:
     if not fit.observations:
         return [f"{fit.name}: the run has trained on nothing"]
-    verdict = "" if fit.fits else ". It does not fit: simulated seconds will be wrong by as much"
+    verdict = "" if fit.fits else ". It does not fit: expect such errors in simulated seconds"
     head = (
         f"{fit.name}: off by {percent(fit.error)} in the median round, {percent(fit.worst)} in the "
         f"worst ({fit.observations:,} observed){verdict}"
@@ -102,7 +103,7 @@ def simulate(
     num_generations: int | None = None,
     max_completion_length: int | None = None,
     most_callbacks: int = 2,
-    rounds: int = 20,
+    rounds: int = 12,
     slowdown: float = 1.0,
     rank_correlation: float = 0.5,
     accepted: float = 0.95,
@@ -167,9 +168,14 @@ def simulate(
     names = [*filter(None, map(str.strip, constraints.split(",")))]
     wanted = _constraints(names, about.get("kv_bytes_per_token"))
     rows, peers = setting.ours(most_callbacks), setting.peers()
-    plain = next(row.outcome for row in rows if row.name == PLAIN)
+    plain = next((row.outcome for row in rows if row.name == PLAIN), None)
+    if plain is None:
+        raise UsageError(
+            f"`--num_generations {about['num_generations']}`: advantages compare completions of a "
+            "prompt. Use 2 or more, or the trace of a run with `advantage='reinforce++'`."
+        )
     best = recommended(rows, wanted)
-    text = best.of.overlay(about["engine"]) if best is not None and best.of else ""
+    text = best.of.overlay(**_overlay(about)) if best is not None and best.of else ""
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
     if picture is not None:
@@ -258,10 +264,22 @@ DEFAULTS = {
 
 
 def _about(traces: Traces) -> dict[str, Any]:
-    """Return the settings of a run, with the slots of its rounds."""
-    slots = [row["slots"] for row in traces.rows("rounds")]
+    """Return the settings of a run, with the slots and the callbacks of its rounds."""
+    rounds = traces.rows("rounds")
+    slots = [row["slots"] for row in rounds]
     known = {name: value for name, value in traces.about.items() if value is not None}
-    return {**known, **({"slots": int(median(slots))} if any(slots) else {})}
+    if any(slots):
+        known["slots"] = int(median(slots))
+    given = rounds[-1].get("switches") if rounds else None
+    return {**known, "callbacks": [json.loads(each)["class_path"] for each in given or ()]}
+
+
+def _overlay(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Candidate.overlay`: what the run does not have already."""
+    return {
+        "engine": None if about.get("own_process") else about["engine"],
+        "slots": None if "MicroGroupSampling" in about.get("callbacks", ()) else about["slots"],
+    }
 
 
 def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, float]:
@@ -327,7 +345,8 @@ def facts_of(about: Mapping[str, Any]) -> RunFacts:
             engine=ProcessEngine(TransformersEngine()),
             **{name: about[name] for name in sizes},
         )
-        module: Any = GRPOModule(str(about.get("model")))
+        advantage = {n: about[n] for n in ("advantage",) if about.get(n) is not None}
+        module: Any = GRPOModule(str(about.get("model")), **advantage)
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
 
 

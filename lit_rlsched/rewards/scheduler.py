@@ -130,6 +130,11 @@ class RewardScheduler:
         """Functions by number that are called with the environment of a completion."""
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
+    @property
+    def has_async(self) -> bool:
+        """Whether a worker runs several calls at the same time, of coroutines."""
+        return any(self._is_async)
+
     def asks_for(self, argument: str) -> bool:
         """Whether any function has an argument of this name."""
         return any(names_argument(function, argument) for function in self._functions)

@@ -194,7 +194,7 @@ class Scorer:
 
     def _give(self, completion: Completion, job: ScoredJob) -> None:
         completion.scores = job.scores
-        completion.reward_seconds = sum(s for s in job.seconds if s is not None)
+        completion.reward_seconds = float(sum(s for s in job.seconds if s is not None))
         failed = zip(self.scheduler.names, job.failures, strict=True)
         completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
         if completion.failure:  # the sum of the other scores would not compare with siblings'

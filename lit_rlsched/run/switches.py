@@ -24,7 +24,7 @@ def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
 
     Args:
         callbacks: Callbacks of a Trainer; those that are no `Switch` set nothing.
-        facts: Facts about the run; its `callbacks` are taken from the list.
+        facts: Facts about the run; the callbacks of the list are added to its `callbacks`.
 
     Raises:
         UsageError: two switches decide the same, or a combination is refused.
@@ -43,7 +43,7 @@ def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
                 "all but one. A configuration with `callbacks+:` adds to the callbacks of the "
                 "earlier ones."
             )
-    facts = replace(facts, callbacks=class_names(callbacks))
+    facts = replace(facts, callbacks=facts.callbacks | class_names(callbacks))
     schedule = Schedule(plain := FullRound(facts.settings.prompts_per_round))
     check(schedule, facts)  # pairs that cannot work together, before one trips over the other
     for switch in switches:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group
 
 
@@ -21,8 +22,8 @@ class SwitchedRound(RoundRule):
 
     Args:
         rules: Rules with the same number of prompts in an update, without domains and without races
-            of single completions. Those that keep no drafts throw away what is left otherwise, so
-            they must not end early.
+            of single completions. A rule that ends early must keep what it leaves, as drafts or as
+            tokens of an earlier policy.
     """
 
     def __init__(self, rules: Sequence[RoundRule]) -> None:
@@ -74,4 +75,7 @@ class SwitchedRound(RoundRule):
 
     def check_enough(self, prompts: int) -> None:
         for rule in self.rules:
-            rule.check_enough(prompts)
+            try:
+                rule.check_enough(prompts)
+            except UsageError as error:
+                raise UsageError(f"A candidate of `AutoSchedule`: {error}") from None

@@ -16,6 +16,8 @@ ABOUT = "about.json"
 """What holds for all rounds of the run."""
 TABLES = ("rounds", "completions", "spans", "steps", "intervals", "updates")
 """Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds."""
+WHOLE = ("rounds", "updates")
+"""Small tables, which are never shortened: a run can be repeated from them."""
 MERGED = 32
 """Files of single rounds that become one file."""
 MOST_BYTES = 2**28
@@ -114,8 +116,8 @@ class TraceWriter:
             part.path.unlink()
 
     def _rotate(self) -> None:
-        """Delete the oldest rounds of all tables, but never the newest file of one."""
-        parts = {name: parts_of(self._folder / name) for name in TABLES}
+        """Delete the oldest rounds of the large tables, but never the newest file of one."""
+        parts = {name: parts_of(self._folder / name) for name in TABLES if name not in WHOLE}
         sizes = {part.path: part.path.stat().st_size for of in parts.values() for part in of}
         total = sum(sizes.values())
         while total > self._most_bytes and any(len(of) > 1 for of in parts.values()):
@@ -127,7 +129,7 @@ class TraceWriter:
 
 def _whole(path: Path, write: Any) -> None:
     """Let `write` make a file, which replaces the one at `path` once it is whole."""
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_name(f".{path.name}.tmp")  # other readers of the folder skip it
     write(unfinished)
     os.replace(unfinished, path)
 

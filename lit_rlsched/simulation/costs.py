@@ -64,7 +64,7 @@ class Costs:
 
     step: StepCosts = field(default_factory=StepCosts)
     update: float = 0.5
-    """Seconds of each update, whatever its size."""
+    """Seconds of each optimizer step, whatever its size."""
     position: float = 2e-4
     """Seconds of an update for each position: tokens of prompts and completions trained on."""
     verify: float = FORWARD * 2e-4
@@ -77,13 +77,10 @@ class Costs:
     """Share of the completions that have an advantage other than 0. The update skips the others."""
     reward: tuple[float, ...] = (0.0,)
     """Durations of reward calls, drawn from at random."""
-    reward_workers: int = 1
+    reward_workers: int | None = 1
+    """Calls at the same time; `None`: any number, as of functions that wait for a network."""
     fits: tuple[Fit, ...] = ()
     """The models that these figures come from."""
-
-    def update_seconds(self, positions: float) -> float:
-        """Return the seconds of an update, given the positions of all its completions."""
-        return self.update + self.position * self.trained_share * positions
 
     @property
     def tail(self) -> tuple[float, float, float, float]:
@@ -144,33 +141,40 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit]:
             f"`{traces.folder}` has no decode steps: engines with a virtual clock have no seconds. "
             "Give a run with `VLLMEngine` or `TransformersEngine`."
         )
-    rows = columns["proposed"] == 0  # draft tokens would be another term
-    if (late := rows & (columns["round"] != warm_up)).any():
-        rows = late
-    columns = {name: column[rows] for name, column in columns.items()}
+    if (late := columns["round"] != warm_up).any():
+        columns = {name: column[late] for name, column in columns.items()}
+    plain = columns["proposed"] == 0  # draft tokens would be another term
+    if not plain.any():
+        raise UsageError(
+            f"`{traces.folder}`: every decode step has draft tokens, so what a plain one costs is "
+            "not known. Give a run without `Speculation`."
+        )
     model = {
         "base": columns["decode_steps"],
         "running": columns["running"],
         "kv": columns["kv_tokens"],
         "prefill": columns["prefill_tokens"],
     }
-    terms = fitted({n: c.astype(float) for n, c in model.items()}, columns["seconds"])
+    fits = {name: column[plain].astype(float) for name, column in model.items()}
+    terms = fitted(fits, columns["seconds"][plain])
     predicted: dict[int, float] = {}
     measured: dict[int, float] = {}
     gaps = []
+    spans: dict[int, list[tuple[float, int, float]]] = {}
     for number in np.unique(columns["round"]).tolist():
-        spans = []
         for engine in np.unique(columns["engine"]):
             at = (columns["round"] == number) & (columns["engine"] == engine)
             if at.any():
                 seconds, steps = columns["seconds"][at].sum(), columns["steps"][at].sum()
                 span = columns["end"][at].max() - columns["start"][at].min()
                 gaps.append((span - seconds) / steps)
-                spans.append((sum(terms[n] * model[n][at].sum() for n in model), steps, span))
-        gap = float(np.median(gaps))
-        predicted[number] = max(of + gap * steps for of, steps, _ in spans)
-        measured[number] = max(span for *_, span in spans)
-    terms["base"] += float(np.median(gaps))
+                steady = sum(terms[n] * model[n][at].sum() for n in model)
+                spans.setdefault(number, []).append((steady, steps, span))
+    gap = float(np.median(gaps))
+    for number, of_engines in spans.items():
+        predicted[number] = max(steady + gap * steps for steady, steps, _ in of_engines)
+        measured[number] = max(span for *_, span in of_engines)
+    terms["base"] += gap
     error, worst = _errors(predicted, measured)
     fit = Fit("decode step", terms, int(columns["steps"].sum()), error, worst)
     return StepCosts(terms["base"], terms["running"], terms["kv"], terms["prefill"]), fit
@@ -206,8 +210,8 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     """Fit the seconds of updates to the positions that were trained on.
 
     Returns:
-        Seconds of each update, seconds of each position, the fit, and the share of the completions
-        that have an advantage other than 0.
+        Seconds of each optimizer step, seconds of each position, the fit, and the share of the
+        completions that have an advantage other than 0.
     """
     table = traces.table("completions")
     of = {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
@@ -218,14 +222,16 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     positions = np.array([sizes[of["round"] == n].sum() for n in numbers], float)
     measured = np.array([seconds[n] for n in numbers])
     share = float(trains.sum() / max(1, kept.sum()))
+    iterations = traces.about.get("num_iterations", 1)
+    steps = iterations * traces.about.get("steps_per_round", 1)
     if not len(numbers) or not positions.any():
-        usual = float(np.median(measured)) if len(numbers) else 0.0  # with nothing to compute
+        usual = float(np.median(measured)) / steps if len(numbers) else 0.0  # nothing to compute
         return usual, 0.0, Fit("update", {}, 0, float("nan"), float("nan")), share
-    columns = {"update": np.ones(len(numbers)), "position": positions}
+    columns = {"update": np.full(len(numbers), float(steps)), "position": iterations * positions}
     if np.ptp(positions) < 0.05 * positions.max():
         del columns["update"]  # all of one size: that cannot be told from the rest
     terms = {"update": 0.0, **fitted(columns, measured)}
-    predicted = terms["update"] + terms["position"] * positions
+    predicted = steps * terms["update"] + terms["position"] * iterations * positions
     by_round = dict(zip(numbers, predicted.tolist(), strict=True))
     fit = Fit("update", terms, len(numbers), *_errors(by_round, seconds))
     return terms["update"], terms["position"], fit, share
@@ -273,6 +279,6 @@ def calibrated(traces: Tables) -> Costs:
         middle(rounds.other),
         share,
         tuple(sorted(latencies)[::every]),
-        traces.about["reward_workers"],
+        None if traces.about.get("async_rewards") else traces.about["reward_workers"],
         (fit, of_update),
     )

@@ -53,8 +53,8 @@ class SimulatedRound:
     """Decode steps of drafts beside the update."""
     slot_steps: int
     idle_slot_steps: int
-    prompts: int
-    """Prompts trained on."""
+    prompts: float
+    """Prompts trained on; one whose completions are in several rounds counts in parts."""
     completions: int
     trained_tokens: int
     drawn_tokens: int
@@ -281,7 +281,7 @@ class Pipeline:
         rewards, ends = self.costs.reward, drawn.ended
         if rewards[-1] <= 0:
             return drawn.seconds
-        workers = [0.0] * self.costs.reward_workers
+        workers = [0.0] * (self.costs.reward_workers or len(ends))
         last = drawn.seconds
         for name, end in sorted(ends.items(), key=lambda of: of[1]):
             took = rewards[stable_hash(name, "reward") % len(rewards)]
@@ -345,7 +345,7 @@ class Pipeline:
             0,
             drawn.slot_steps,
             drawn.slot_steps - drawn.row_steps,
-            len({sample.group.id for sample in trained}),
+            len(trained) / self.num_generations,
             len(trained),
             tokens,
             drawn.drawn_tokens,

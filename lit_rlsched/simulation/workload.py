@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -64,11 +64,17 @@ class Workload:
     def mean_length(self, prompts: int, num_generations: int) -> float:
         """Return the mean length of the completions of the first prompts."""
         groups = (of[:num_generations] for of in islice(cycle(self.lengths), prompts))
-        return fmean(map(fmean, groups))
+        return fmean(fmean(min(n, self.limit) for n in of) for of in groups)
+
+    def shuffled(self, seed: int) -> "Workload":
+        """Return the prompts in another order: a schedule may have sorted them by length."""
+        order = np.random.default_rng(seed).permutation(len(self.lengths)).tolist()
+        lengths = [self.lengths[i] for i in order]
+        return replace(self, lengths=lengths, prompt_tokens=[self.prompt_tokens[i] for i in order])
 
     @classmethod
     def of_run(cls, traces: Tables) -> "Workload":
-        """Take the completions that a run has trained on, in the order in which it drew them.
+        """Take the completions of a run, prompts in the order in which they were trained on.
 
         Raises:
             UsageError: there is none that has ended.
@@ -76,8 +82,8 @@ class Workload:
         groups: dict[str, list[int]] = {}
         prompts: dict[str, int] = {}
         for row in traces.rows("completions"):
-            if row["fate"] in ("stop", "length") and row["drawn"]:
-                name = f"{row['request'].rpartition('/')[0]} {row['round']}"
+            if row["drawn"]:
+                name = row["request"].rpartition("/")[0]
                 groups.setdefault(name, []).append(row["drawn"])
                 prompts[name] = row["prompt_tokens"]
         if not groups:

@@ -7,6 +7,7 @@ from lit_rlsched.callbacks import (
     AheadRollout,
     AutoSchedule,
     InFlightUpdates,
+    LengthPrediction,
     MicroGroupSampling,
     RolloutLogger,
     SortedBatching,
@@ -35,18 +36,18 @@ class Scripted(AutoSchedule):
 
     def simulate(self, recent):
         fastest = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        return {n: Outcome(1.0 if n == fastest else 2.0) for n in range(len(self.candidates))}
+        return {n: Outcome(1.0 if n == fastest else 2.0) for n in self.candidates}
 
 
 class Seen(RolloutCallback):
     """Rules and completions of each round."""
 
-    def __init__(self):
-        self.rules, self.drawn, self.next = [], [], []
+    def __init__(self, auto):
+        self.auto, self.rules, self.drawn, self.next = auto, [], [], []
 
     def on_round_end(self, trainer, pl_module, round):
         rule = trainer.datamodule.run.schedule.rule
-        self.rules.append(rule.chosen)
+        self.rules.append([*self.auto.candidates][rule.chosen])
         self.next.append(round.metrics[NEXT])
         self.drawn.append(
             [(g.id, c.index, [*c.token_ids]) for g in round.groups for c in g.completions]
@@ -58,7 +59,7 @@ def weights(module):
 
 
 def run(fit, tmp_path, auto, rounds, ckpt_path=None, name="run", **more):
-    seen = Seen()
+    seen = Seen(auto)
     trainer = {"max_epochs": rounds, "default_root_dir": tmp_path / name}
     callbacks = [auto, seen, RolloutLogger(), MicroGroupSampling(slots=6)]
     _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **more)
@@ -66,7 +67,7 @@ def run(fit, tmp_path, auto, rounds, ckpt_path=None, name="run", **more):
 
 
 def test_it_switches_once_in_so_many_rounds_and_loses_no_prompt(fit, tmp_path):
-    auto = Scripted([1, 1, 3, 3, 2, 0], rounds_between_switches=3)
+    auto = Scripted([1, 1, 3, 3, 4, 0], rounds_between_switches=3)
     seen, *_ = run(fit, tmp_path, auto, 9)
     # the second round decides first; the switch to 3 has to wait until three rounds have passed
     assert seen.rules[:2] == [0, 0] and seen.rules[2] == 1
@@ -80,7 +81,7 @@ def test_it_switches_once_in_so_many_rounds_and_loses_no_prompt(fit, tmp_path):
 
 
 def test_a_resumed_run_repeats_the_decisions_that_came_after_its_checkpoint(fit, tmp_path):
-    whole, end, _ = run(fit, tmp_path, Scripted([1, 2, 3], rounds_between_switches=1), 6)
+    whole, end, _ = run(fit, tmp_path, Scripted([1, 4, 3], rounds_between_switches=1), 6)
 
     class Keep(RolloutCallback):
         """Saves a checkpoint after the third round."""
@@ -89,8 +90,8 @@ def test_a_resumed_run_repeats_the_decisions_that_came_after_its_checkpoint(fit,
             if trainer.current_epoch == 2:
                 trainer.save_checkpoint(tmp_path / "three.ckpt")
 
-    auto = Scripted([1, 2, 3], rounds_between_switches=1)
-    seen = Seen()
+    auto = Scripted([1, 4, 3], rounds_between_switches=1)
+    seen = Seen(auto)
     settings = {"max_epochs": 6, "default_root_dir": tmp_path / "again"}
     fit(
         callbacks=[auto, seen, RolloutLogger(), MicroGroupSampling(slots=6), Keep()],
@@ -111,7 +112,7 @@ def test_it_simulates_its_own_rounds(fit, tmp_path):
     auto = AutoSchedule(every_n_rounds=2, rounds_between_switches=1, gain=0.0)
     seen, *_ = run(fit, tmp_path, auto, 6)
     assert len(seen.rules) == 6
-    names = [each.name for each in auto.candidates]
+    names = [each.name for each in auto.candidates.values()]
     assert names[0] == "no callback" and not any("partial" in name for name in names)
     rows = [dict(row["metrics"]) for row in Traces(tmp_path / "run").rows("rounds")]
     assert [("auto_schedule/gain" in row) for row in rows] == [False, True] * 3
@@ -120,9 +121,20 @@ def test_it_simulates_its_own_rounds(fit, tmp_path):
 def test_tokens_of_earlier_policies_only_where_they_are_allowed(fit, tmp_path):
     auto = AutoSchedule(constraints=[])
     run(fit, tmp_path, auto, 1)
-    assert any("partial" in each.name for each in auto.candidates)
+    assert any("partial" in each.name for each in auto.candidates.values())
     with pytest.raises(UsageError, match="none of on_policy, unbiased"):
         AutoSchedule(constraints=["fast"])
+
+
+def test_a_checkpoint_of_other_candidates_is_refused(fit, tmp_path):
+    trainer = {"max_epochs": 3, "default_root_dir": tmp_path / "run"}
+    auto = Scripted([2], constraints=[])  # `partial`
+    of, *_ = fit(callbacks=[auto, RolloutLogger(), MicroGroupSampling(slots=6)], trainer=trainer)
+    of.save_checkpoint(tmp_path / "three.ckpt")
+    with pytest.raises(UsageError, match=r"chosen SortedBatching\(mode='partial'\), which is not"):
+        run(fit, tmp_path, Scripted([0]), 4, tmp_path / "three.ckpt")
+    again, *_ = run(fit, tmp_path, Scripted([2], constraints=[]), 4, tmp_path / "three.ckpt")
+    assert again.rules == [2]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +144,7 @@ def test_tokens_of_earlier_policies_only_where_they_are_allowed(fit, tmp_path):
         (InFlightUpdates, "nothing to choose from"),
         (AheadRollout, "nothing to choose from"),
         (Speculation, "cannot simulate this run: draft tokens"),
+        (LengthPrediction, "order='longest_first'"),
     ],
 )
 def test_what_it_does_not_go_with(fit, other, why):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
 from lit_rlsched.scheduling.trace_files import TraceWriter
+from lit_rlsched.settings import plain
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.schedule import Switch
 from lit_rlsched.types import ENVIRONMENT, Sample
@@ -29,12 +30,10 @@ class RunTraces:
         self._run = run
         self._files = TraceWriter(folder)
         self._switches = [*switches]
-        self._begun = False
 
     def begin(self, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
         self._files.begin(number, about_run(self._run))
-        self._begun = True
 
     def add(self, round: Round) -> None:
         """Write the rows of a round that was drawn, before it is trained on."""
@@ -44,7 +43,7 @@ class RunTraces:
     def end(self) -> None:
         """Write what came after the last round."""
         timeline, record = self._run.timeline, self._run.record
-        if self._begun and timeline is not None and timeline.last is not None:
+        if timeline is not None and timeline.last is not None:
             table = intervals(timeline.last, self._run.clock.at)
             self._files.add(record.num_rounds + 1, {"intervals": table})
 
@@ -54,10 +53,13 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
     settings, session, cache = run.settings, run.session, None
     if session is not None:
         cache = run.startup.cache_bytes_per_token(session.spec)
-    return {
+    engine = settings.engine.engines[0]
+    about = {
         "model": run.facts.module.get("model"),
+        "advantage": run.facts.module.get("advantage"),
         "tokenizer": settings.tokenizer,
-        "engine": settings.engine.name,
+        "engine": type(getattr(engine, "engine", engine)).__name__,
+        "own_process": settings.engine.decodes_by_itself,
         "kv_bytes_per_token": cache,
         "engines": len(settings.engine.engines),
         "ranks": run.facts.ranks,
@@ -68,7 +70,9 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
         "max_completion_length": settings.sampling.max_completion_length,
         "reward_workers": settings.rewards.num_workers,
         "reward_funcs": settings.rewards.names,
+        "async_rewards": settings.rewards.has_async,
     }
+    return {name: plain(value) for name, value in about.items()}
 
 
 def tables_of(
@@ -90,7 +94,9 @@ def tables_of(
     if (trace := round.trace) is not None:
         tables |= trace.tables()
         of_round["slots"] = trace.slots
-        if trace.origin is not None:
+        if run.session is not None and run.session.engine.virtual_clock:
+            del tables["steps"]  # their seconds are made up
+        elif trace.origin is not None:
             of_round["began"] = clock(trace.origin)
     if timeline is not None and timeline.last is not None:
         tables["intervals"] = intervals(timeline.last, clock)
