@@ -87,10 +87,12 @@ def make_trainer(folder: Path, *loggers):
     datamodule.run.counters = {"num_completions": 24}
     datamodule.run.record, datamodule.run.clock = RunRecord(), Clock()
     datamodule.run.session, datamodule.run.facts = None, RunFacts(None)
-    rewards = SimpleNamespace(names=["accuracy", "format"], weights=[1.0, 1.0], num_workers=1)
+    rewards = SimpleNamespace(
+        names=["accuracy", "format"], weights=[1.0, 1.0], num_workers=1, has_async=False
+    )
     datamodule.run.settings = SimpleNamespace(
         rewards=rewards,
-        engine=SimpleNamespace(engines=["engine"], name="VLLMEngine"),
+        engine=SimpleNamespace(engines=["engine"], decodes_by_itself=False),
         tokenizer=None,
         sampling=Sampling(LIMIT),
         **dict.fromkeys(SAME_ON_RESUME, 1),
