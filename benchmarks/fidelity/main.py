@@ -44,17 +44,16 @@ def measure(name: str, seed: int, folder: Path) -> None:
     run_module("fidelity.child", name, str(seed), str(folder), name=name, environment=environment)
 
 
-def workload_of(uids: Mapping[str, int]) -> Workload:
-    """Return the lengths of all prompts, in the order of the data set.
+def workload_of(rows: Sequence[Sequence[str]], tokens: Mapping[str, int]) -> Workload:
+    """Return the lengths of all prompts, in the order of the file.
 
     Args:
-        uids: Tokens of each prompt, by uid, as far as a run has drawn them.
+        rows: Uid and lengths of each prompt.
+        tokens: Tokens of each prompt, by uid, as far as a run has drawn them.
     """
-    with LENGTHS.open() as file:
-        rows = list(csv.reader(file))
-    usual = round(fmean(uids.values()))
+    usual = round(fmean(tokens.values()))
     lengths = [[-(-int(n) // SCALE) for n in of] for _, *of in rows]
-    return Workload(lengths, [uids.get(uid, usual) for uid, *_ in rows], LIMIT)
+    return Workload(lengths, [tokens.get(uid, usual) for uid, *_ in rows], LIMIT)
 
 
 def simulated(
@@ -126,8 +125,9 @@ def compared(name: str, seed: int, folders: Mapping[str, Path]) -> dict[str, Any
     costs = replace(costs, verify=trained.verify)
     tokens = {row["uid"]: row["prompt_tokens"] for row in calibration.rows("completions")}
     with LENGTHS.open() as file:
-        uids = [uid for uid, *_ in csv.reader(file)]
-    rounds = simulated(name, seed, costs, workload_of(tokens), dataset_order(uids))
+        rows = [*csv.reader(file)]
+    places = dataset_order([uid for uid, *_ in rows])
+    rounds = simulated(name, seed, costs, workload_of(rows, tokens), places)
     metrics, seconds, decoding = measured(Traces(folders[name]))
     equal = [
         all(getattr(ours, count) == of[f"rollout/{count}"] for count in COUNTS)

@@ -1,7 +1,7 @@
 """Chooses the rule of rounds by itself, from simulations of the run's own recent rounds."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from lit_rlsched.callbacks.candidates import (
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.traces import about_run, tables_of
 from lit_rlsched.scheduling.switched_rounds import SwitchedRound
-from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.scheduling.trace_files import Tables, Traces, numbered
 from lit_rlsched.settings import UsageError, check_count, check_range
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline, unsupported
@@ -107,7 +107,7 @@ class AutoSchedule(RolloutCallback):
         self._warned = False
         self._known: dict[int, int] = {}
         """Decisions of an earlier run: the number of the next rule, by round."""
-        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, dict[str, pa.Table]]] = deque(maxlen=RECENT)
 
     def describe(self) -> str:
         """Return the settings in words."""
@@ -139,7 +139,7 @@ class AutoSchedule(RolloutCallback):
         for each in self.candidates.values():
             schedule.compares_logprobs |= each.schedule.compares_logprobs
             schedule.trains_on_stale = schedule.trains_on_stale or each.schedule.trains_on_stale
-        rules = [each.schedule.rule for each in self.candidates.values()]
+        rules = {number: each.schedule.rule for number, each in self.candidates.items()}
         schedule.rule = self._rule = SwitchedRound(rules)
         self._schedule = schedule
         self.switch()
@@ -163,7 +163,7 @@ class AutoSchedule(RolloutCallback):
                 "which is not among the candidates of this one. Use its `constraints` and its "
                 "other callbacks."
             )
-        self._rule.chosen = [*self.candidates].index(number)
+        self._rule.chosen = number
         self._schedule.fills_drain = self.candidates[number].schedule.fills_drain
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -197,8 +197,8 @@ class AutoSchedule(RolloutCallback):
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Decide about the next round."""
         run = run_of(trainer, self)
-        self._recent.append({**tables_of(run, round), "number": round.ordinal})
         number = round.ordinal
+        self._recent.append((number, tables_of(run, round)))
         if number in self._known:
             self._choose(self._known[number], number)
         elif self.decides(number) and len(self._recent) >= FIRST:
@@ -260,7 +260,7 @@ class AutoSchedule(RolloutCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decisions so far."""
-        chosen = 0 if self._rule is None else [*self.candidates][self._rule.chosen]
+        chosen = 0 if self._rule is None else self._rule.chosen
         return {"next": self._next, "switched": self._switched, "chosen": chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,39 +278,32 @@ class AutoSchedule(RolloutCallback):
         self._switch(state_dict["chosen"] if goes_on else self._next)
 
 
-class Recent:
+class Recent(Tables):
     """The traces of the newest rounds, in memory.
 
     Args:
-        rounds: Tables of each round, with its `number`.
+        rounds: Number and tables of each round.
         about: What holds for all rounds.
     """
 
     folder = "this run"
 
-    def __init__(self, rounds: Sequence[Mapping[str, Any]], about: dict[str, Any]) -> None:
+    def __init__(
+        self, rounds: Sequence[tuple[int, Mapping[str, "pa.Table"]]], about: dict[str, Any]
+    ) -> None:
+        super().__init__()
         self.about = about
         self.rounds = rounds
 
     @property
     def slots(self) -> int:
         """Slots of the newest round."""
-        return int(self.rounds[-1]["rounds"].column("slots")[0].as_py())
+        return int(self.rows("rounds")[-1]["slots"])
 
-    def table(self, name: str) -> "pa.Table":
-        """Return all rows of a table, as `Traces.table` does."""
-        import pyarrow as pa
-
-        tables = [
-            of[name].add_column(0, "round", [[of["number"]] * of[name].num_rows])
-            for of in self.rounds
-            if name in of and of[name].num_rows
-        ]
-        return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({})
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a table."""
-        return self.table(name).to_pylist()
+    def parts(self, name: str) -> Iterator["pa.Table"]:
+        for number, tables in self.rounds:
+            if name in tables and tables[name].num_rows:
+                yield numbered(tables[name], number)
 
 
 def decisions_of(folder: str, required: bool) -> dict[int, int]:

@@ -2,10 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
+
+import yaml
 
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
@@ -16,13 +18,12 @@ from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.run.combinations import check
-from lit_rlsched.run.switches import class_names, make_schedule
+from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.pipeline import Outcome, unsupported
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
-Option = tuple[Callable[..., Any], dict[str, Any]]
+Option = tuple[type[Any], dict[str, Any]]
 """A callback's class and its arguments."""
 
 PLAIN = "no callback"
@@ -57,37 +58,29 @@ class Candidate:
                 `None`: it has one.
             slots: Slots that it was simulated with. `None`: the run sets them.
         """
-        lines = []
+        if not self.options:
+            return "# no callback is needed\n"
         options = self.options
         if slots is not None:
-            given = {of: arguments for of, arguments in options if of is MicroGroupSampling}
-            more = given.get(MicroGroupSampling, {})
+            more = dict(options).get(MicroGroupSampling, {})
             others = [option for option in options if option[0] is not MicroGroupSampling]
             options = ((MicroGroupSampling, {"slots": slots, **more}), *others)
+        config: dict[str, Any] = {}
         if self.beside_update and engine is not None:
-            inner = f"    init_args: {{engine: {engine}}}"
-            lines += ["data:", "  engine:", "    class_path: ProcessEngine", inner]
-        lines += ["trainer:", "  callbacks+:"]
-        for make, arguments in options:
-            lines.append(f"    - class_path: {_name(make)}")
-            if arguments:
-                pairs = ", ".join(f"{name}: {_yaml(value)}" for name, value in arguments.items())
-                lines.append(f"      init_args: {{{pairs}}}")
-        return "\n".join(lines if self.options else ["# no callback is needed"]) + "\n"
-
-
-def _name(make: Callable[..., Any]) -> str:
-    return str(getattr(make, "__name__", make))
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+            inner = {"class_path": "ProcessEngine", "init_args": {"engine": engine}}
+            config["data"] = {"engine": inner}
+        given = [
+            {"class_path": of.__name__, **({"init_args": arguments} if arguments else {})}
+            for of, arguments in options
+        ]
+        config["trainer"] = {"callbacks+": given}
+        return yaml.safe_dump(config, sort_keys=False)
 
 
 def written(option: Option) -> str:
     """Return a callback as it is written in Python."""
     make, arguments = option
-    return f"{_name(make)}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
+    return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
 def options(num_generations: int) -> list[Option]:
@@ -119,10 +112,7 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            callbacks = [make(**arguments) for make, arguments in chosen]
-            schedule = make_schedule(callbacks, facts)
-            names = facts.callbacks | class_names(callbacks)
-            check(schedule, replace(facts, callbacks=names))  # with the run's other callbacks
+            schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
             schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
     except UsageError:
         return None
@@ -138,7 +128,8 @@ def rule_options() -> list[tuple[Option, ...]]:
         ((TailBatching, {"reuse_drafts": True}),),
         ((TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),),
     ]
-    return [*rules, *((*rule, (DrainFilling, {})) for rule in rules)]
+    filling: Option = (DrainFilling, {})
+    return [*rules, *((*rule, filling) for rule in rules)]
 
 
 BIASED = 0.02

@@ -127,15 +127,15 @@ class Timeline(RolloutCallback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log and write what happened since the last rollout."""
-        if run_of(trainer, self).session is not None and self._laps:
+        if run_of(trainer, self).timeline is not None and self._laps:
             log_now(trainer, self._take(trainer))
             self._draw(trainer)
         self._laps, self._file = [], None
 
     def _take(self, trainer: Trainer) -> dict[str, float]:
         run = run_of(trainer, self)
-        assert run.session is not None and run.session.timeline.last is not None
-        lap, clock = run.session.timeline.last, run.clock
+        assert run.timeline is not None and run.timeline.last is not None
+        lap, clock = run.timeline.last, run.clock
         self._laps = [*self._laps, lap][-self.rounds_in_picture :]
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if self._file is None:

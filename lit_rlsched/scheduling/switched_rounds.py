@@ -1,6 +1,6 @@
 """One of several round rules at a time; a switch keeps the pool and its drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rlsched.scheduling.round_rule import RoundRule
@@ -21,19 +21,20 @@ class SwitchedRound(RoundRule):
     update, fresh ones are added, so that no round after a switch is smaller.
 
     Args:
-        rules: Rules with the same number of prompts in an update, without domains and without races
+        rules: Rules by number, with as many prompts in an update, without domains and without races
             of single completions. A rule that ends early must keep what it leaves, as drafts or as
             tokens of an earlier policy.
     """
 
-    def __init__(self, rules: Sequence[RoundRule]) -> None:
-        assert all(r.keeps_drafts or r.max_staleness != 0 or not r.ends_early for r in rules)
-        assert len({rule.update_prompts for rule in rules}) == 1
-        assert not any(rule.has_domains or rule.stops_groups for rule in rules)
+    def __init__(self, rules: Mapping[int, RoundRule]) -> None:
+        every = rules.values()
+        assert all(r.keeps_drafts or r.max_staleness != 0 or not r.ends_early for r in every)
+        assert len({rule.update_prompts for rule in every}) == 1
+        assert not any(rule.has_domains or rule.stops_groups for rule in every)
         self.rules = rules
-        self.chosen = 0
-        self.update_prompts = rules[0].update_prompts
-        self.most_deferred = max(rule.most_deferred for rule in rules)
+        self.chosen = min(rules)
+        self.update_prompts = self.rule.update_prompts
+        self.most_deferred = max(rule.most_deferred for rule in every)
 
     @property
     def rule(self) -> RoundRule:
@@ -60,7 +61,7 @@ class SwitchedRound(RoundRule):
     @property
     def off_policy(self) -> bool:
         """Whether any of the rules is, so that the loss does not change with the rule."""
-        return any(rule.off_policy for rule in self.rules)
+        return any(rule.off_policy for rule in self.rules.values())
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
         return sum(n for _, n in self.draws(pool))
@@ -71,10 +72,10 @@ class SwitchedRound(RoundRule):
         return [(None, max(fresh, self.update_prompts - len(pool)))]
 
     def most_prompts(self) -> int:
-        return max(rule.most_prompts() for rule in self.rules)
+        return max(rule.most_prompts() for rule in self.rules.values())
 
     def check_enough(self, prompts: int) -> None:
-        for rule in self.rules:
+        for rule in self.rules.values():
             try:
                 rule.check_enough(prompts)
             except UsageError as error:

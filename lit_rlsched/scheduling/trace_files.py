@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,8 +91,7 @@ class TraceWriter:
         """Write the rows of a round, each table with its number as the first column."""
         for name, table in tables.items():
             if table.num_rows:
-                column = [[number] * table.num_rows]
-                self._write(name, number, number, table.add_column(0, "round", column))
+                self._write(name, number, number, numbered(table, number))
                 self._merge(name)
         self._rotate()
 
@@ -142,7 +142,46 @@ def _before(path: Path, number: int) -> "pa.Table":
     return table.filter(pc.less(table["round"], number))
 
 
-class Traces:
+def numbered(table: "pa.Table", number: int) -> "pa.Table":
+    """Return the table with the number of its round as the first column."""
+    return table.add_column(0, "round", [[number] * table.num_rows])
+
+
+class Tables(ABC):
+    """Tables of several rounds, on disk or in memory; each is read once."""
+
+    about: dict[str, Any]
+    """What holds for all rounds."""
+    folder: str | Path
+    """Where they are from, for messages."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, pa.Table] = {}
+
+    @abstractmethod
+    def parts(self, name: str) -> Iterable["pa.Table"]:
+        """Return the parts of a table, in the order of the rounds."""
+
+    def table(self, name: str) -> "pa.Table":
+        """Return all rows of a table, which may have none, in the order of the rounds.
+
+        Raises:
+            UsageError: a file cannot be read.
+        """
+        import pyarrow as pa
+
+        if name not in self._tables:
+            parts = [*self.parts(name)]
+            whole = pa.concat_tables(parts, promote_options="permissive") if parts else None
+            self._tables[name] = pa.table({}) if whole is None else whole
+        return self._tables[name]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table."""
+        return self.table(name).to_pylist()
+
+
+class Traces(Tables):
     """The traces of a run.
 
     Args:
@@ -153,8 +192,9 @@ class Traces:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__()
         folder = Path(folder)
-        self.folder = folder if (folder / ABOUT).is_file() else folder / "traces"
+        self.folder: Path = folder if (folder / ABOUT).is_file() else folder / "traces"
         path = self.folder / ABOUT
         if not path.is_file():
             raise UsageError(
@@ -162,7 +202,7 @@ class Traces:
                 "writes them into `traces/`."
             )
         try:
-            self.about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.about = json.loads(path.read_text(encoding="utf-8"))
             version = self.about["format"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"`{path}` is damaged: it is no JSON of a run's traces.") from None
@@ -172,24 +212,7 @@ class Traces:
                 f"{FORMAT}. Use the version that wrote it."
             )
 
-    def table(self, name: str) -> "pa.Table":
-        """Return all rows of a table, which may have none, in the order of the rounds.
-
-        Raises:
-            UsageError: a file cannot be read.
-        """
-        import pyarrow as pa
-
-        tables = [*self._read(name)]
-        if not tables:
-            return pa.table({})
-        return pa.concat_tables(tables, promote_options="permissive")
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a table."""
-        return self.table(name).to_pylist()
-
-    def _read(self, name: str) -> Iterator["pa.Table"]:
+    def parts(self, name: str) -> Iterator["pa.Table"]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 

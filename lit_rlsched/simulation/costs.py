@@ -1,17 +1,15 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from lit_rlsched.scheduling.trace_files import Tables
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.decoder import StepCosts
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 WELL = 0.1
 """Relative error of the seconds of a round from which on a model does not fit."""
@@ -20,19 +18,6 @@ FEWER = 1.01
 FORWARD = 1 / 3
 """Share of a forward pass in the cost of an update's position: the backward pass is two of them."""
 MOST_LATENCIES = 10_000
-
-
-class Tables(Protocol):
-    """`Traces`, or the traces of the newest rounds in memory."""
-
-    about: dict[str, Any]
-    folder: Any
-
-    def table(self, name: str) -> "pa.Table":
-        """Return all rows of a table, which may have none."""
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +210,7 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     iterations = traces.about.get("num_iterations", 1)
     steps = iterations * traces.about.get("steps_per_round", 1)
     if not len(numbers) or not positions.any():
-        usual = float(np.median(measured)) / steps if len(numbers) else 0.0  # nothing to compute
+        usual = _median({n: seconds[n] for n in numbers}) / steps  # with nothing to compute
         return usual, 0.0, Fit("update", {}, 0, float("nan"), float("nan")), share
     columns = {"update": np.full(len(numbers), float(steps)), "position": iterations * positions}
     if np.ptp(positions) < 0.05 * positions.max():
@@ -235,6 +220,10 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     by_round = dict(zip(numbers, predicted.tolist(), strict=True))
     fit = Fit("update", terms, len(numbers), *_errors(by_round, seconds))
     return terms["update"], terms["position"], fit, share
+
+
+def _median(of: Mapping[int, float]) -> float:
+    return float(np.median([*of.values()])) if of else 0.0
 
 
 def cached_share(traces: Tables) -> float:
@@ -267,16 +256,13 @@ def calibrated(traces: Tables) -> Costs:
     table = traces.table("completions")
     latencies = [*filter(None, table.column("reward_seconds").to_pylist())] or [0.0]
     every = -(-len(latencies) // MOST_LATENCIES)
-    middle: Callable[[Mapping[int, float]], float] = lambda of: (  # noqa: E731
-        float(np.median([*of.values()])) if of else 0.0
-    )
     return Costs(
         step,
         update,
         position,
         FORWARD * position,
-        middle(rounds.sync),
-        middle(rounds.other),
+        _median(rounds.sync),
+        _median(rounds.other),
         share,
         tuple(sorted(latencies)[::every]),
         None if traces.about.get("async_rewards") else traces.about["reward_workers"],

@@ -1,7 +1,7 @@
 """Engines whose requests have known lengths, from one event to the next: a few microseconds each.
 
 The same decisions as `PoolWorker`, `Admission` and `SimulatedEngine` take, without requests and
-events; `tests/simulation/test_decoder.py` compares them.
+events; `tests/simulation/test_rounds.py` compares them.
 """
 
 import heapq
@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from lit_rlsched.engines.pool_worker import WINDOW
 from lit_rlsched.scheduling.admission import TURNS, Order, Refill
 from lit_rlsched.scheduling.routing import moves, route
-
-WINDOW = 32
-"""Turns after which engines that run ahead wait for each other; see `PoolWorker`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ class Engines:
     def start_round(self, take_turns: bool = True, ahead: bool = True) -> None:
         """Begin at turn 0; nothing may run. See `Worker.start_round`."""
         self.turn = 0
-        self.row_steps = self.pauses = self.peak_kv = 0
+        self.row_steps = self.peak_kv = 0
         self.prefilled = 0.0
         self._ends: list[tuple[int, int, int, Item]] = []
         self._homes: dict[str, int] = {}
@@ -204,7 +202,6 @@ class Engines:
                 if item.end == turn:
                     self._leave(item)
                     if item.drawn < item.tokens:
-                        self.pauses += 1
                         self._push(item)
                     else:
                         self._engines[item.engine].promised -= item.promised

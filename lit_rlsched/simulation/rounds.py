@@ -23,7 +23,7 @@ from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.simulation.decoder import Engines, Item
 from lit_rlsched.simulation.loop import PromptList
-from lit_rlsched.types import Completion, Group, LengthOnly, Sample, Sampling, stable_hash
+from lit_rlsched.types import Completion, Event, Group, LengthOnly, Sample, Sampling, stable_hash
 
 Length = Callable[[Sample], int]
 """Tokens of a completion, whenever it is drawn."""
@@ -184,9 +184,9 @@ class SimulatedRounds:
             grow(completion, tokens, version, tokens >= self._total(sample, tokens))
         return positions
 
-    def _total(self, sample: Sample, prefix: int) -> int:
-        """Tokens of a completion when it ends; one that is resumed draws at least one."""
-        return min(max(self.length(sample), prefix), self.sampling.max_completion_length)
+    def _total(self, sample: Sample, least: int) -> int:
+        """Tokens of a completion when it ends, `least` or more."""
+        return min(max(self.length(sample), least), self.sampling.max_completion_length)
 
     def item(self, sample: Sample, later: bool = False) -> Item:
         """Return the rest of a completion as an item."""
@@ -202,7 +202,7 @@ class SimulatedRounds:
             sample.group.id,
             len(sample.group.prompt.token_ids) + prefix,
             prefix,
-            min(max(self.length(sample), prefix + 1), limit) - prefix,
+            self._total(sample, prefix + 1) - prefix,  # one that is resumed draws a token
             promised,
             limit,
             key,
@@ -214,16 +214,8 @@ class SimulatedRounds:
 
 def grow(completion: Completion, tokens: int, version: int, finished: bool) -> None:
     """Append tokens of a policy version to a completion."""
-    if tokens:
-        have: Any = LengthOnly(len(completion.token_ids) + tokens)
-        completion.token_ids = completion.logprobs = have
-        segments = completion.segments
-        if segments and segments[-1][0] == version:
-            segments[-1] = version, segments[-1][1] + tokens
-        else:
-            segments.append((version, tokens))
-    if finished:
-        completion.finish_reason = "stop"
+    new = LengthOnly(tokens)
+    completion.take(Event("", new, new, "stop" if finished else None), version)
 
 
 class _Decoding:

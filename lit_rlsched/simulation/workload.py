@@ -10,8 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
+from lit_rlsched.scheduling.trace_files import Tables
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.costs import Tables
 from lit_rlsched.simulation.loop import Visit
 from lit_rlsched.types import LengthOnly, Prompt, Sample, stable_hash
 

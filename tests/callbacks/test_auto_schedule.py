@@ -42,12 +42,12 @@ class Scripted(AutoSchedule):
 class Seen(RolloutCallback):
     """Rules and completions of each round."""
 
-    def __init__(self, auto):
-        self.auto, self.rules, self.drawn, self.next = auto, [], [], []
+    def __init__(self):
+        self.rules, self.drawn, self.next = [], [], []
 
     def on_round_end(self, trainer, pl_module, round):
         rule = trainer.datamodule.run.schedule.rule
-        self.rules.append([*self.auto.candidates][rule.chosen])
+        self.rules.append(rule.chosen)
         self.next.append(round.metrics[NEXT])
         self.drawn.append(
             [(g.id, c.index, [*c.token_ids]) for g in round.groups for c in g.completions]
@@ -59,7 +59,7 @@ def weights(module):
 
 
 def run(fit, tmp_path, auto, rounds, ckpt_path=None, name="run", **more):
-    seen = Seen(auto)
+    seen = Seen()
     trainer = {"max_epochs": rounds, "default_root_dir": tmp_path / name}
     callbacks = [auto, seen, RolloutLogger(), MicroGroupSampling(slots=6)]
     _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **more)
@@ -91,7 +91,7 @@ def test_a_resumed_run_repeats_the_decisions_that_came_after_its_checkpoint(fit,
                 trainer.save_checkpoint(tmp_path / "three.ckpt")
 
     auto = Scripted([1, 4, 3], rounds_between_switches=1)
-    seen = Seen(auto)
+    seen = Seen()
     settings = {"max_epochs": 6, "default_root_dir": tmp_path / "again"}
     fit(
         callbacks=[auto, seen, RolloutLogger(), MicroGroupSampling(slots=6), Keep()],

@@ -37,7 +37,10 @@ def rules(update: int) -> list:
     st.floats(0, 1),
 )
 def test_the_pool_and_its_drafts_survive_a_switch(update, slots, lengths, choices, accepted):
-    work, rule = Workload(lengths, [3] * len(lengths), LIMIT), SwitchedRound(rules(update))
+    work, rule = (
+        Workload(lengths, [3] * len(lengths), LIMIT),
+        SwitchedRound(dict(enumerate(rules(update)))),
+    )
     drawn_prompts = []
 
     def visits():
@@ -71,7 +74,7 @@ def test_the_pool_and_its_drafts_survive_a_switch(update, slots, lengths, choice
 
 def test_it_acts_as_the_rule_that_is_chosen():
     made = rules(2)
-    rule = SwitchedRound(made)
+    rule = SwitchedRound(dict(enumerate(made)))
     for chosen, of in enumerate(made):
         rule.chosen = chosen
         assert (rule.max_staleness, rule.ends_early) == (of.max_staleness, of.ends_early)
