@@ -2,13 +2,13 @@
 
 import math
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from lit_rlsched.engines.rollout_worker import Worker
+from lit_rlsched.rollout.progress import Progress
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.rollout.turns import Next, Turns
 from lit_rlsched.scheduling.ahead_rollout import (
@@ -91,8 +91,7 @@ class RolloutController:
         """Seconds for which this round stopped decoding to wait for scores."""
         self.intervenes = False
         """Whether the engine waits for this loop after each step."""
-        self.state = RoundState([], 0)
-        """State of the current or last round, as its rule sees it."""
+        self._progress = Progress([], patient=False)
         self.before_step: Callable[[Worker, Callable[[], None]], None] | None = None
         """Called with the worker and `heed` before each step; may change the engine's weights."""
         self._on_completion = on_completion
@@ -102,6 +101,11 @@ class RolloutController:
         self._live: dict[str, tuple[Sample, Request]] = {}
         self._feedback = Feedback()
         self._rule: RoundRule = FullRound(0)
+
+    @property
+    def state(self) -> RoundState:
+        """State of the current or last round, as its rule sees it."""
+        return self._progress.state
 
     @property
     def waits_for_scores(self) -> bool:
@@ -147,11 +151,8 @@ class RolloutController:
         if lengths is not None:
             lengths.start_round()
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        self.state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
+        self._progress = Progress(groups, patient=rule.patience is not None)
         self._came_finished: list[Sample] = []
-        self._undecoded = {g.id: len(g.completions) for g in groups}
-        self._places = {g.id: i for i, g in enumerate(groups)}
-        self._decoded_at: dict[str, tuple[int, int]] = {}
         self._complete_groups: list[Group] = []
         """Complete groups that `feedback.more` is not asked about yet."""
         try:
@@ -176,7 +177,7 @@ class RolloutController:
                 self._submit_begun_first(samples)
             # others may still end in this step: by an early stop
             now = self.worker.trace.decode_steps
-            self.state.final = sum(at < now for at, _ in self._decoded_at.values())
+            self.state.final = sum(at < now for at, _ in self._progress.decoded_at.values())
             yield from self._react(finished)  # drafts accepted whole may already be enough
             turns = self.turns
             while (self._live or (turns and turns.pending)) and not rule.done(self.state):
@@ -231,7 +232,7 @@ class RolloutController:
                     self.drops["environment_diverged"] += 1
                     sample.completion.restart()
                 self._submit([sample])
-        return self._sorted(over)
+        return self._progress.sorted(over)
 
     def end_predictions(self) -> dict[str, float]:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
@@ -307,13 +308,10 @@ class RolloutController:
         The order in which scores come must not decide which prompts come next.
         """
         complete, self._complete_groups = self._complete_groups, []
-        for group in sorted(complete, key=lambda group: self._decoded_at[group.id]):
+        for group in sorted(complete, key=lambda group: self._progress.decoded_at[group.id]):
             self._on_group(group)
             if self._feedback.more and (another := self._feedback.more(group)):
-                self.state.planned.append(another)
-                self.state.completions += len(another.completions)
-                self._undecoded[another.id] = len(another.completions)
-                self._places[another.id] = len(self._places)
+                self._progress.add(another)
                 self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
             yield group
 
@@ -334,13 +332,13 @@ class RolloutController:
         """Wait for scores that change what decodes, and stop groups that need no more."""
         stop, more = self._feedback.stop, self._feedback.more
         for group in {sample.group.id: sample.group for sample in finished}.values():
-            decodes = self._undecoded[group.id] > 0
+            decodes = self._progress.undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
             while not all(c.scored for c in group.completions if c.finished):
                 self._wait()
                 yield from self._scored()
-            if stop and self._undecoded[group.id] and stop.stops(group):
+            if stop and self._progress.undecoded[group.id] and stop.stops(group):
                 yield from self._stop(group, [c for c in group.completions if c.finished])
 
     def _race(self) -> Iterator[Group]:
@@ -369,22 +367,12 @@ class RolloutController:
                 self.turns.leave(Sample(group, completion))
             self._count(Sample(group, completion))
         self.scorer.cancel(group)
-        chosen = {c.index for c in kept}
-        others = [c for c in group.completions if c.index not in chosen]
-        self.state.stopped.setdefault(group.id, []).extend(others)
-        group.completions = kept
+        self._progress.keep(group, kept)
         return self._complete(group)
 
     def _count(self, sample: Sample) -> None:
         """Record that a completion needs no more decoding."""
-        self._undecoded[sample.group.id] -= 1
-        self.state.completions_decoded += 1
-        if sample.completion.finished:
-            self.state.finished.setdefault(sample.group.id, []).append(sample.completion)
-        if not self._undecoded[sample.group.id]:
-            at = self.worker.trace.decode_steps, self._places[sample.group.id]
-            self._decoded_at[sample.group.id] = at
-            insort(self.state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
+        self._progress.count(sample, self.worker.trace.decode_steps)
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""
@@ -435,7 +423,7 @@ class RolloutController:
                 (paused if event.finish_reason == "paused" else finished).append(sample)
         if finished:
             # the order of slots would depend on earlier aborts
-            finished = self._sorted(finished)
+            finished = self._progress.sorted(finished)
             if self.turns is not None:
                 for sample in finished:
                     del live[sample.id]
@@ -445,9 +433,6 @@ class RolloutController:
         if paused:
             self._go_on(paused)
         return finished
-
-    def _sorted(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted(samples, key=lambda s: (self._places[s.group.id], s.completion.index))
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         lengths = self._lengths

@@ -5,7 +5,6 @@ completions of these lengths, whatever the schedule (`tests/simulation/test_roun
 how many tokens the policy accepts is not known before, so a share of them is taken instead.
 """
 
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,9 @@ from lit_rlsched.rollout.audit import (
 )
 from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
+from lit_rlsched.rollout.progress import Progress
 from lit_rlsched.scheduling.ahead_rollout import AfterRound
-from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.simulation.decoder import Engines, Item
 from lit_rlsched.simulation.loop import PromptList
 from lit_rlsched.types import Completion, Event, Group, LengthOnly, Sample, Sampling, stable_hash
@@ -232,10 +232,8 @@ class _Decoding:
         self._rounds, self._rule, self._version = rounds, rule, version
         self._engines = engines = rounds.engines
         samples = [Sample(g, c) for g in groups for c in g.completions]
-        self.state = RoundState(list(groups), len(samples), patient=rule.patience is not None)
-        self._undecoded = {group.id: len(group.completions) for group in groups}
-        self._places = {group.id: place for place, group in enumerate(groups)}
-        self._decoded_at: dict[str, tuple[int, int]] = {}
+        self._progress = Progress(groups, patient=rule.patience is not None)
+        self.state = self._progress.state
         self.ended: dict[str, float] = {}
         self.drafts: list[Item] = []
         begun = [sample for sample in samples if sample.completion.finished]
@@ -271,7 +269,7 @@ class _Decoding:
                 self._take(item)
                 finished.append(item.of)
             if len(finished) > 1:
-                finished.sort(key=lambda s: (self._places[s.group.id], s.completion.index))
+                finished = self._progress.sorted(finished)
             for sample in finished:
                 self._count(sample)
             self._score(finished)
@@ -292,14 +290,7 @@ class _Decoding:
 
     def _count(self, sample: Sample) -> None:
         """Record that a completion needs no more decoding."""
-        state, name = self.state, sample.group.id
-        self._undecoded[name] -= 1
-        state.completions_decoded += 1
-        if sample.completion.finished:
-            state.finished.setdefault(name, []).append(sample.completion)
-        if not self._undecoded[name]:
-            self._decoded_at[name] = self._engines.turn, self._places[name]
-            insort(state.decoded, sample.group, key=lambda group: self._decoded_at[group.id])
+        self._progress.count(sample, self._engines.turn)
 
     def _score(self, samples: Sequence[Sample]) -> None:
         """Score completions at once, and stop groups that have enough."""
@@ -313,7 +304,4 @@ class _Decoding:
                 self._stop([self._live[s.id] for s in rest if s.id in self._live])
                 for other in rest:
                     self._count(other)
-                chosen = {c.index for c in kept}
-                others = [c for c in group.completions if c.index not in chosen]
-                self.state.stopped.setdefault(group.id, []).extend(others)
-                group.completions = kept
+                self._progress.keep(group, kept)
