@@ -285,7 +285,7 @@ class RolloutController:
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
-            if all(c is not completion for c in group.completions):
+            if any(c is completion for c in self.state.stopped.get(group.id, ())):
                 continue  # the group was stopped without it
             self._on_completion(completion)
             enough = self._rule.enough(group, self.state)
@@ -443,8 +443,9 @@ class RolloutController:
             lengths.observe([sample for sample in samples if not sample.completion.dropped])
             if lengths.revises:
                 self._revise(samples)
+        progress, turn = self._progress, self.worker.trace.decode_steps
         for sample in samples:
-            self._count(sample)
+            progress.count(sample, turn)
             completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"

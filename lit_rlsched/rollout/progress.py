@@ -34,12 +34,12 @@ class Progress:
 
     def count(self, sample: Sample, turn: int) -> None:
         """Record that a completion needs no more decoding."""
-        state, name = self.state, sample.group.id
-        self.undecoded[name] -= 1
+        state, completion, name = self.state, sample.completion, sample.group.id
+        left = self.undecoded[name] = self.undecoded[name] - 1
         state.completions_decoded += 1
-        if sample.completion.finished:
-            state.finished.setdefault(name, []).append(sample.completion)
-        if not self.undecoded[name]:
+        if completion.finished:
+            state.finished.setdefault(name, []).append(completion)
+        if not left:
             self.decoded_at[name] = turn, self._places[name]
             insort(state.decoded, sample.group, key=lambda group: self.decoded_at[group.id])
 
