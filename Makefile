@@ -24,7 +24,7 @@ SLOW   += --dist loadgroup --no-loadscope-reorder
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install quickstart real-model docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
+.PHONY: help install browser quickstart real-model docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -80,10 +80,14 @@ checks: lint
 test: checks  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
-test-slow: install  ## Run the slow tests (kills, model families, whole runs) and long property tests
+test-slow: install browser  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-test-all: checks  ## Run lint, types and all tests at once
+browser:  ## Install Chromium for the tests of the report, where that needs no password; else they are skipped
+	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	{ apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }; } >/dev/null 2>&1 || true
+
+test-all: checks browser  ## Run lint, types and all tests at once
 	$(BIN)/pytest $(SLOW) -m "slow or not slow"
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,8 @@ def licence(package):
         return families(expression)
     classifiers = [c for c in about.get_all("Classifier") or [] if c.startswith("License ::")]
     found = families("\n".join(classifiers))
-    return found or families((about["License"] or "")[:200])
+    text = about["License"] or distribution(package).read_text("licenses/LICENSE") or ""
+    return found or families(text[:200])
 
 
 NOTICES = {

@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from lit_rlsched.callbacks.candidates import PLAIN, candidates
+from lit_rlsched.callbacks.what_if import Simulated, recommended
 from lit_rlsched.cli.main import main
-from lit_rlsched.cli.simulate import DEFAULTS, Row, facts_of, recommended, simulate
+from lit_rlsched.cli.simulate import DEFAULTS, facts_of, simulate
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
@@ -48,7 +49,7 @@ def test_of_equals_the_simplest_is_recommended():
     facts = facts_of({**DEFAULTS, **{k: v for k, v in SMALL.items() if k in DEFAULTS}})
     work = Workload([[5, 5]] * 40, [3] * 40, 9)  # nothing to gain by any order
     rows = [
-        Row(c.name, c.schedule, Pipeline(c.schedule, work, Costs(), Machine(8), 2).run(4), c)
+        Simulated(c.name, c.schedule, Pipeline(c.schedule, work, Costs(), Machine(8), 2).run(4), c)
         for c in candidates(facts)
         if not (c.beside_update or c.schedule.selection or c.schedule.streaming)
     ]

@@ -14,10 +14,13 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.callbacks.what_if import what_if
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
-from lit_rlsched.settings import check_count
+from lit_rlsched.run.wandb_runs import log_artifact
+from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
@@ -177,6 +180,7 @@ class RolloutLogger(RolloutCallback):
     """Record what a run drew: tables of completions, pictures.
 
     The run's folder (`default_root_dir`, or without one a new folder `runs/version_N`) gets
+    `report.html`, a page with charts, timelines and completions that needs no network;
     `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy; and
     `timeline.png` and `lengths.png` of the latest round. The folder is locked during the run, and a
     run that is not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get the
@@ -188,10 +192,10 @@ class RolloutLogger(RolloutCallback):
         num_completions: Completions to write per table: the first ones in the order of the plan, so
             that completions of a prompt are together.
         every_n_rounds: Rounds between two tables of completions.
-        pictures_every_n_rounds: Rounds between two sets of pictures; the end of training always
-            gets one.
-        save_trace: Whether to keep what ran when as Parquet files in `traces/`, for `lit-rlsched
-            simulate`; the newest 256 MiB.
+        pictures_every_n_rounds: Rounds between two sets of pictures, each with a new `report.html`;
+            the end of training always gets one.
+        save_trace: Whether to keep what ran when as Parquet files in `traces/`, for the report and
+            `lit-rlsched simulate`; the newest 256 MiB. Without it there is no report.
 
     Raises:
         ValueError: a number is out of range.
@@ -248,6 +252,7 @@ class RolloutLogger(RolloutCallback):
                 self._traces.add(round)
         if round.ordinal % self.pictures_every_n_rounds == 0:
             self._draw(trainer)
+            self._report(trainer, going_on=True)
         elif first:  # whoever looks early sees whether answers look as they should
             self.table.publish(trainer.loggers, trainer.global_step)
 
@@ -258,7 +263,22 @@ class RolloutLogger(RolloutCallback):
         if self._traces is not None:
             with self._tracing():
                 self._traces.end()
+        self._report(trainer, going_on=False)
         self._last = self._traces = None
+
+    def _report(self, trainer: Trainer, going_on: bool) -> None:
+        """Write the page about the run; at the end W&B gets it too."""
+        if self._traces is None:
+            return
+        from lit_rlsched.callbacks import report  # imports matplotlib
+
+        run, folder = run_of(trainer, self), folder_of(trainer)
+        with self._tracing():
+            schedules = () if going_on else what_if(Traces(folder), run.facts)
+            data = report.run_data(folder, schedules, run.record)
+            page = report.write_report(folder / report.FILE, [data], going_on)
+            if not going_on:
+                log_artifact(trainer, "report", "report", page)
 
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
@@ -286,9 +306,9 @@ class RolloutLogger(RolloutCallback):
 
         try:
             yield
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, UsageError) as error:
             self._traces = None
-            rank_zero_warn(f"No traces are written any more: {error}")
+            rank_zero_warn(f"No traces and no report are written any more: {error}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unlock the folder."""

@@ -48,6 +48,15 @@ def simulate_parser() -> Parser:
     return _parser_of(simulate)
 
 
+def report_parser() -> Parser:
+    """Return the parser of `lit-rlsched report`: the arguments of `report.report`."""
+    from lit_rlsched.cli.report import report
+
+    parser = _parser_of(report, skip={"runs"})
+    parser.add_argument("runs", nargs="+", help="Folders of runs (`runs/quickstart/version_0`).")
+    return parser
+
+
 def _parser(name: str, about: str) -> Parser:
     parser = Parser(prog=f"lit-rlsched {name}", description=about)
     parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
@@ -67,6 +76,7 @@ PARSERS = {
     "compare": compare_parser,
     "calibrate": calibrate_parser,
     "simulate": simulate_parser,
+    "report": report_parser,
 }
 """What makes the parser of a subcommand."""
 
@@ -102,11 +112,21 @@ def _simulate(args: list[str]) -> None:
     print(simulate(**simulate_parser().parse_args(args).as_dict()))
 
 
+def _report(args: list[str]) -> None:
+    from lit_rlsched.cli.report import report
+
+    page, trace = report(**report_parser().parse_args(args).as_dict())
+    print(f"The report is `{page}`: open it in a browser.")
+    if trace is not None:
+        print(f"The trace is `{trace}`: open it at https://ui.perfetto.dev.")
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "export": _export,
     "convert": _convert,
     "compare": _compare,
     "calibrate": _calibrate,
     "simulate": _simulate,
+    "report": _report,
 }
 """What runs a subcommand with its arguments."""

@@ -1,30 +1,32 @@
 """The subcommands `calibrate` and `simulate`: what steps cost, and what schedules would buy."""
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidates, wanted_of
+from lit_rlsched.callbacks.candidates import wanted_of
+from lit_rlsched.callbacks.what_if import (
+    WARM_UP,
+    Setting,
+    Simulated,
+    about_of,
+    first,
+    plain_of,
+    recommended,
+)
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_count
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
-from lit_rlsched.simulation.peers import PEERS
-from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline
+from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
-from lit_rlsched.training.schedule import RunFacts, Schedule
+from lit_rlsched.training.schedule import RunFacts
 
-WARM_UP = 4
-"""Rounds that do not count: the first of a pool, and those until enough prompts are in flight."""
-ENOUGH = 1.02
-"""A schedule of fewer callbacks is recommended if it takes at most this many times as long."""
 LOGNORMAL = ("median", "sigma", "between")
 
 
@@ -75,21 +77,6 @@ def _seconds(value: float) -> str:
         if value >= size or unit == "us":
             return f"{three_digits(value / size)} {unit}"
     raise AssertionError
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A schedule of the table."""
-
-    name: str
-    schedule: Schedule
-    outcome: Outcome
-    of: Candidate | None = None
-    """`None`: a peer's."""
-
-    def refused(self, wanted: Mapping[str, float]) -> bool:
-        """Whether it breaks one of the constraints."""
-        return breaks(self.schedule, self.outcome, wanted)
 
 
 def simulate(
@@ -154,7 +141,7 @@ def simulate(
     for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
         check_count("simulate", name, value, 1)
     traces = None if trace is None else Traces(trace)
-    before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(_about(traces) if traces else {})}
+    before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
     costs = Costs() if traces is None else calibrated(traces)
     more = about["ranks"] / before["ranks"]
@@ -167,8 +154,8 @@ def simulate(
     )
     names = [*filter(None, map(str.strip, constraints.split(",")))]
     wanted = _constraints(names, about.get("kv_bytes_per_token"))
-    rows, peers = setting.ours(most_callbacks), setting.peers()
-    plain = next((row.outcome for row in rows if row.name == PLAIN), None)
+    rows, peers = setting.ours(facts_of(about), most_callbacks), setting.peers()
+    plain = plain_of(rows)
     if plain is None:
         raise UsageError(
             f"`--num_generations {about['num_generations']}`: advantages compare completions of a "
@@ -181,12 +168,12 @@ def simulate(
     if picture is not None:
         from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
 
-        shown = {row.name: row.outcome for row in [*_first(rows), *peers]}
+        shown = {row.name: row.outcome for row in [*first(rows), *peers]}
         simulated(shown, plain).savefig(picture)
     under = f" under {', '.join(names)}" if names else ""
     return "\n".join(
         [
-            setting.told(trace),
+            _told_setting(setting, trace),
             "",
             _table(rows, plain, wanted),
             "",
@@ -199,58 +186,6 @@ def simulate(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What schedules are simulated on."""
-
-    about: Mapping[str, Any]
-    """Sizes, as in the traces of a run."""
-    work: Workload
-    costs: Costs
-    machine: Machine
-    rounds: int
-
-    def _outcome(self, schedule: Schedule, exact_lengths: bool = False) -> Outcome:
-        about, machine = self.about, self.machine
-        if exact_lengths:
-            machine = replace(machine, rank_correlation=1.0)
-        shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        pipeline = Pipeline(schedule, self.work, self.costs, machine, *shape)
-        return pipeline.run(self.rounds, WARM_UP)
-
-    def ours(self, most_callbacks: int) -> list[Row]:
-        """Simulate our callbacks and the combinations that go together."""
-        found = candidates(facts_of(self.about), most_callbacks)
-        return [Row(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
-
-    def peers(self) -> list[Row]:
-        """Simulate the rules of other packages."""
-        rows = []
-        for peer in PEERS.values():
-            schedule = peer.schedule(self.about["prompts_per_round"])
-            rows.append(Row(peer.name, schedule, self._outcome(schedule, peer.exact_lengths)))
-        return rows
-
-    def told(self, trace: str | None) -> str:
-        """Return the setting in words, and what the columns of the table mean."""
-        about, of = self.about, self.machine
-        every = sorted(n for group in self.work.lengths for n in group)
-        sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
-        costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
-        apart = "devices or cores of their own"
-        if of.slowdown != 1:
-            apart = f"the same ones, and take {of.slowdown:g} times as long while both work"
-        return (
-            f"Simulated: {self.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
-            f"{of.slots} slots, lengths up to {min(every[-1], self.work.limit):,} (median "
-            f"{every[len(every) // 2]:,}), {costs}.\n"
-            f"Engine and trainer have {apart}.\n"
-            "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
-            "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
-            "tokens in an engine's key-value cache."
-        )
-
-
 DEFAULTS = {
     "engine": "VLLMEngine",
     "engines": 1,
@@ -261,17 +196,6 @@ DEFAULTS = {
     "num_iterations": 1,
     "max_completion_length": 4096,
 }
-
-
-def _about(traces: Traces) -> dict[str, Any]:
-    """Return the settings of a run, with the slots and the callbacks of its rounds."""
-    rounds = traces.rows("rounds")
-    slots = [row["slots"] for row in rounds]
-    known = {name: value for name, value in traces.about.items() if value is not None}
-    if any(slots):
-        known["slots"] = int(median(slots))
-    given = rounds[-1].get("switches") if rounds else None
-    return {**known, "callbacks": [json.loads(each)["class_path"] for each in given or ()]}
 
 
 def _overlay(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,29 +274,24 @@ def facts_of(about: Mapping[str, Any]) -> RunFacts:
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
 
 
-def recommended(rows: Sequence[Row], wanted: Mapping[str, float]) -> Row | None:
-    """Return the fastest schedule that keeps to the constraints; of equals, the simplest."""
-    allowed = [row for row in rows if not row.refused(wanted)]
-    if not allowed:
-        return None
-    least = min(row.outcome.seconds for row in allowed)
-
-    def simple(row: Row) -> tuple[int, float]:
-        return (len(row.of.options) if row.of else 0), row.outcome.seconds
-
-    return min((r for r in allowed if r.outcome.seconds <= ENOUGH * least), key=simple)
-
-
-SHOWN = 20
-"""Schedules in the table: the fastest, and every callback alone."""
-
-
-def _first(rows: Sequence[Row]) -> list[Row]:
-    ordered = sorted(rows, key=lambda row: row.outcome.seconds)
-    alone = {row.name for row in rows if row.of is not None and len(row.of.options) < 2}
-    pairs = [row.name for row in ordered if row.name not in alone]
-    kept = alone | {*pairs[: max(0, SHOWN - len(alone))]}
-    return [row for row in ordered if row.name in kept]
+def _told_setting(setting: Setting, trace: str | None) -> str:
+    """Return the setting in words, and what the columns of the table mean."""
+    about, of = setting.about, setting.machine
+    every = sorted(n for group in setting.work.lengths for n in group)
+    sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
+    costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
+    apart = "devices or cores of their own"
+    if of.slowdown != 1:
+        apart = f"the same ones, and take {of.slowdown:g} times as long while both work"
+    return (
+        f"Simulated: {setting.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
+        f"{of.slots} slots, lengths up to {min(every[-1], setting.work.limit):,} (median "
+        f"{every[len(every) // 2]:,}), {costs}.\n"
+        f"Engine and trainer have {apart}.\n"
+        "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
+        "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
+        "tokens in an engine's key-value cache."
+    )
 
 
 HEADER = (
@@ -381,9 +300,9 @@ HEADER = (
 )
 
 
-def _table(rows: Sequence[Row], plain: Outcome, wanted: Mapping[str, float]) -> str:
+def _table(rows: Sequence[Simulated], plain: Outcome, wanted: Mapping[str, float]) -> str:
     lines = ["{:>9} {:>6} {:>8} {:>6} {:>9} {:>6} {:>7} {:>9}  {}".format(*HEADER)]
-    for row in _first(rows):
+    for row in first(rows):
         of = row.outcome
         lines.append(
             f"{three_digits(of.seconds):>9} {plain.seconds / of.seconds:6.2f} "

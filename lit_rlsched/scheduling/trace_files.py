@@ -82,7 +82,7 @@ class TraceWriter:
             for part in kept:
                 if part.last >= number:
                     if part.first < number:
-                        self._write(table, part.first, number - 1, _before(part.path, number))
+                        self.write(table, part.first, number - 1, _before(part.path, number))
                     part.path.unlink()
         text = json.dumps({"format": FORMAT, **about}, indent=1)
         _whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
@@ -91,11 +91,12 @@ class TraceWriter:
         """Write the rows of a round, each table with its number as the first column."""
         for name, table in tables.items():
             if table.num_rows:
-                self._write(name, number, number, numbered(table, number))
+                self.write(name, number, number, numbered(table, number))
                 self._merge(name)
         self._rotate()
 
-    def _write(self, name: str, first: int, last: int, table: "pa.Table") -> None:
+    def write(self, name: str, first: int, last: int, table: "pa.Table") -> None:
+        """Write the rows of some rounds, which have the number of their round."""
         import pyarrow.parquet as pq
 
         path = self._folder / name / f"{first:06}-{last:06}.parquet"
@@ -111,7 +112,7 @@ class TraceWriter:
             return
         tables = [pq.ParquetFile(part.path).read() for part in single]
         merged = pa.concat_tables(tables, promote_options="permissive")
-        self._write(name, single[0].first, single[-1].last, merged)
+        self.write(name, single[0].first, single[-1].last, merged)
         for part in single:
             part.path.unlink()
 

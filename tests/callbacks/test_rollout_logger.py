@@ -288,7 +288,7 @@ def offline(tmp_path):
 def test_wandb_gets_one_table_per_set_of_pictures_with_all_rounds_in_it(tmp_path, offline):
     logger = offline()
     trainer = make_trainer(tmp_path, logger)
-    callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2)
+    callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2, save_trace=False)
     run(callback, trainer, [0, 1, 2, 3])
     callback.on_fit_end(trainer, None)  # the newest round was shown already
     tables = wandb_tables(Path(logger.experiment.dir))
@@ -303,9 +303,9 @@ def test_wandb_gets_one_table_per_set_of_pictures_with_all_rounds_in_it(tmp_path
 
 
 def test_a_resumed_runs_table_has_the_rows_from_before(tmp_path, offline):
-    first = RolloutLogger(num_completions=4)
+    first = RolloutLogger(num_completions=4, save_trace=False)
     run(first, make_trainer(tmp_path), [0, 1, 2])
-    logger, resumed = offline(), RolloutLogger(num_completions=4)
+    logger, resumed = offline(), RolloutLogger(num_completions=4, save_trace=False)
     run(resumed, trainer := make_trainer(tmp_path, logger), [2, 3])
     resumed.on_fit_end(trainer, None)
     table = wandb_tables(Path(logger.experiment.dir))[-1]

@@ -1,9 +1,11 @@
 """What a run leaves for `lit-rlsched calibrate`, `simulate` and its report: rows of each round."""
 
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
@@ -100,7 +102,7 @@ def tables_of(
             of_round["began"] = clock(trace.origin)
     if timeline is not None and timeline.last is not None:
         tables["intervals"] = intervals(timeline.last, clock)
-    tables["rounds"] = pa.Table.from_pylist([of_round], _rounds())
+    tables["rounds"] = pa.Table.from_pylist([of_round], rounds_schema())
     return tables
 
 
@@ -121,6 +123,7 @@ def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
             "deferred": group.deferred,
             "attempts": completion.attempts,
             "fate": completion.dropped or completion.finish_reason,
+            "text": crc32(array("q", completion.token_ids)),  # to find equal ones
         }
         for group, of in zip(round.groups, rewards, strict=True)
         for completion in group.completions
@@ -132,7 +135,7 @@ def described(switch: Switch) -> dict[str, Any]:
     return {"class_path": type(switch).__name__, "init_args": getattr(switch, "init_args", {})}
 
 
-def _rounds() -> "pa.Schema":
+def rounds_schema() -> "pa.Schema":
     """Types of a round's row; `metrics` is a map, as rounds may differ in what they have."""
     import pyarrow as pa
 

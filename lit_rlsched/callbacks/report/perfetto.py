@@ -1,0 +1,73 @@
+"""The timelines of a report in the trace event format, for https://ui.perfetto.dev."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_rlsched.callbacks.report.collect import ENDS
+
+LANES, SLOTS = 1, 2
+"""Rows of trainer and engines, and rows of slots, of the first run."""
+
+
+def write_trace(path: str | Path, runs: Sequence[dict[str, Any]]) -> Path:
+    """Write the timelines of runs as trace events, one below the other.
+
+    Args:
+        path: File; with the ending `.gz` it is compressed, and Perfetto reads it so.
+        runs: What `run_data` returns, of each run.
+    """
+    events = [event for number, run in enumerate(runs) for event in _events(run, 2 * number)]
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+    data = text.encode()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
+
+
+def _events(run: dict[str, Any], below: int) -> Iterator[dict[str, Any]]:
+    lanes, slots = LANES + below, SLOTS + below
+    for pid, what in ((lanes, "trainer and engines"), (slots, "slots")):
+        name = {"name": f"{run['name']}: {what}"}
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name}
+    named: dict[str, int] = {}
+    for of in run["timelines"]:
+        origin = of["began"]
+        for lane in of.get("lanes", ()):
+            if lane["lane"] not in named:
+                named[lane["lane"]] = tid = len(named) + 1
+                name = {"name": lane["lane"]}
+                yield {"ph": "M", "name": "thread_name", "pid": lanes, "tid": tid, "args": name}
+            for start, end, what in zip(lane["start"], lane["end"], lane["what"], strict=True):
+                yield _bar(what, lanes, named[lane["lane"]], origin, start, end)
+        last = {request: row for row, request in enumerate(of["request"])}
+        changes = []
+        columns = (of[name] for name in ("request", "slot", "start", "end", "tokens"))
+        for row, (request, slot, start, end, tokens) in enumerate(zip(*columns, strict=True)):
+            prompt, index, ended, before, reward, _ = of["requests"][request]
+            then = ENDS[ended] if row == last[request] else "paused"
+            request_id = f"{of['prompts'][prompt]}/{index}"
+            more = {"round": of["round"], "tokens": tokens, "before": before, "then": then}
+            more["reward"] = reward
+            yield {**_bar(request_id, slots, slot + 1, origin, start, end), "args": more}
+            changes += [(start, 1), (end, -1)]
+        running = 0
+        for at, change in sorted(changes):
+            running += change
+            counter = {"completions": running}
+            yield {
+                **{"ph": "C", "name": "decoding", "pid": slots, "tid": 0},
+                **{"ts": _microseconds(origin, at), "args": counter},
+            }
+
+
+def _bar(name: str, pid: int, tid: int, origin: float, start: int, end: int) -> dict[str, Any]:
+    begin, duration = _microseconds(origin, start), 1000 * (end - start)
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": duration}
+
+
+def _microseconds(origin: float, thousandths: int) -> int:
+    return round(1e6 * origin) + 1000 * thousandths
