@@ -83,9 +83,10 @@ test: checks  ## Run lint, types and the quick tests
 test-slow: install browser  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-browser:  ## Install Chromium for the tests of the report, where that needs no password; else they are skipped
-	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
-	{ apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }; } >/dev/null 2>&1 || true
+browser:  ## Install Chromium for the tests of the report, where that needs no password
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	{ apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
+	echo "There is no Chromium: the tests of the report in a browser are skipped"
 
 test-all: checks browser  ## Run lint, types and all tests at once
 	$(BIN)/pytest $(SLOW) -m "slow or not slow"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -14,13 +15,11 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.callbacks.what_if import what_if
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
 from lit_rlsched.run.wandb_runs import log_artifact
-from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import check_count
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
@@ -28,6 +27,8 @@ from lit_rlsched.types import Completion, Group
 SHOWN_ROWS = 512
 """Most rows of the table at W&B, if that is more than two rounds: the newest round, and rounds in
 equal steps before it."""
+REPORT_SHARE = 0.02
+"""Most of the run's time that is spent on the report, before its end."""
 SHOWN_TEXT = 1000
 """Most characters of a cell in TensorBoard."""
 
@@ -221,6 +222,7 @@ class RolloutLogger(RolloutCallback):
         self.table = CompletionsTable(num_completions)
         self._last: Round | None = None
         self._traces: RunTraces | None = None
+        self._next_report = 0.0
         self._occupied: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -268,17 +270,24 @@ class RolloutLogger(RolloutCallback):
 
     def _report(self, trainer: Trainer, going_on: bool) -> None:
         """Write the page about the run; at the end W&B gets it too."""
-        if self._traces is None:
+        began = time.monotonic()
+        if self._traces is None or (going_on and began < self._next_report):
             return
         from lit_rlsched.callbacks import report  # imports matplotlib
 
         run, folder = run_of(trainer, self), folder_of(trainer)
-        with self._tracing():
-            schedules = () if going_on else what_if(Traces(folder), run.facts)
-            data = report.run_data(folder, schedules, run.record)
+        try:
+            ended = not going_on and not trainer.received_sigterm
+            data = report.run_data(folder, run.facts if ended else None, run.record)
             page = report.write_report(folder / report.FILE, [data], going_on)
             if not going_on:
                 log_artifact(trainer, "report", "report", page)
+        except Exception as error:  # a page is no reason to end a run
+            told = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"`{folder / report.FILE}` was not written: {told}")
+            return
+        now = time.monotonic()
+        self._next_report = now + (now - began) / REPORT_SHARE
 
     def _draw(self, trainer: Trainer) -> None:
         from lit_rlsched.callbacks import pictures  # imports matplotlib
@@ -306,7 +315,7 @@ class RolloutLogger(RolloutCallback):
 
         try:
             yield
-        except (OSError, pa.ArrowException, UsageError) as error:
+        except (OSError, pa.ArrowException) as error:
             self._traces = None
             rank_zero_warn(f"No traces and no report are written any more: {error}")
 

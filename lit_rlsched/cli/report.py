@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lit_rlsched.callbacks.report import FILE, run_data, write_report
 from lit_rlsched.callbacks.report.perfetto import write_trace
-from lit_rlsched.callbacks.what_if import Simulated, about_of, what_if
+from lit_rlsched.callbacks.what_if import about_of
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
@@ -31,15 +31,12 @@ def report(
         raise UsageError(f"`--out {out}`: use a name in .html.")
     if perfetto is not None and not perfetto.endswith((".json", ".json.gz")):
         raise UsageError(f"`--perfetto {perfetto}`: use a name in .json or .json.gz.")
-    data = [run_data(run, _schedules(run), share=1 / len(runs)) for run in runs]
-    page = Path(out) if out is not None else Path(runs[0] if len(runs) == 1 else ".") / FILE
+    data = []
+    for run in runs:
+        traces = Traces(run)
+        facts = facts_of({**DEFAULTS, **about_of(traces)})
+        data.append(run_data(run, facts, share=1 / len(runs)))
+    folder = Traces(runs[0]).folder.parent if len(runs) == 1 else Path()
+    page = folder / FILE if out is None else Path(out)
     write_report(page, data)
     return page, None if perfetto is None else write_trace(perfetto, data)
-
-
-def _schedules(run: str) -> list[Simulated]:
-    traces = Traces(run)
-    try:
-        return what_if(traces, facts_of({**DEFAULTS, **about_of(traces)}))
-    except UsageError:
-        return []  # nothing has ended yet, or nothing was decoded

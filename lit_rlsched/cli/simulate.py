@@ -36,7 +36,9 @@ def calibrate(run: str) -> str:
     Args:
         run: Folder of the run.
     """
-    costs = calibrated(Traces(run))
+    traces = Traces(run)
+    traces.check()
+    costs = calibrated(traces)
     tail = ", ".join(map(_seconds, costs.tail))
     lines = [
         *(line for fit in costs.fits for line in _told(fit)),
@@ -141,6 +143,8 @@ def simulate(
     for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
         check_count("simulate", name, value, 1)
     traces = None if trace is None else Traces(trace)
+    if traces is not None:
+        traces.check()
     before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
     costs = Costs() if traces is None else calibrated(traces)

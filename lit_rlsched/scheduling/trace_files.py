@@ -15,8 +15,16 @@ if TYPE_CHECKING:
 FORMAT = 1
 ABOUT = "about.json"
 """What holds for all rounds of the run."""
-TABLES = ("rounds", "completions", "spans", "steps", "intervals", "updates")
-"""Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds."""
+TABLES = {
+    "rounds": ("round", "version", "clock", "began", "slots", "metrics"),
+    "completions": ("round", "request", "uid", "prompt_tokens", "drawn", "reward", "fate"),
+    "spans": ("round", "request", "slot", "start", "end", "tokens"),
+    "steps": ("round", "engine", "steps", "start", "end", "running", "kv_tokens", "seconds"),
+    "intervals": ("round", "lane", "what", "start", "end", "waits_for"),
+    "updates": ("round", "began", "turn", "version"),
+}
+"""Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds; and columns that are
+read of each."""
 WHOLE = ("rounds", "updates")
 """Small tables, which are never shortened: a run can be repeated from them."""
 MERGED = 32
@@ -212,6 +220,21 @@ class Traces(Tables):
                 f"`{path}` has the format {version!r}, and this version of lit_rlsched reads "
                 f"{FORMAT}. Use the version that wrote it."
             )
+
+    def check(self) -> None:
+        """Look whether the tables are there, as far as they have rows.
+
+        Raises:
+            UsageError: a file cannot be read, or a table lacks a column.
+        """
+        for name, columns in TABLES.items():
+            table = self.table(name)
+            missing = [column for column in columns if column not in table.column_names]
+            if table.num_rows and missing:
+                raise UsageError(
+                    f"`{self.folder / name}` has no column `{missing[0]}`: these are not the "
+                    "traces of a run. Copy them again."
+                )
 
     def parts(self, name: str) -> Iterator["pa.Table"]:
         import pyarrow as pa

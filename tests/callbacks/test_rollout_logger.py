@@ -92,6 +92,7 @@ def make_trainer(folder: Path, *loggers):
     )
     datamodule.run.settings = SimpleNamespace(
         rewards=rewards,
+        data={"train": "prompts.jsonl"},
         engine=SimpleNamespace(engines=["engine"], decodes_by_itself=False),
         tokenizer=None,
         sampling=Sampling(LIMIT),

@@ -80,7 +80,7 @@ def read_run(folder: Path) -> list[Row]:
         files, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-2])]
     ):
         with file.open(encoding="utf-8", newline="") as text:
-            found = [{k: float(v) for k, v in r.items() if v} for r in csv.DictReader(text)]
+            found = [_numbers(row) for row in csv.DictReader(text)]
         found = [row for row in found if ROUND in row and TIME in row]
         first = min((row[ROUND] for row in found if "reward" in row), default=math.inf)
         rows = [row for row in rows if row[ROUND] < first] + found
@@ -90,6 +90,14 @@ def read_run(folder: Path) -> list[Row]:
     for before, row in pairwise(rounds):
         row["seconds"] = row[TIME] - before[TIME]
     return rows
+
+
+def _numbers(row: Mapping[str, str]) -> Row:
+    """Return the figures of a row; none of a row that a kill has cut."""
+    try:
+        return {name: float(value) for name, value in row.items() if value}
+    except (ValueError, TypeError):
+        return {}
 
 
 def comparison(runs: Mapping[str, Sequence[Row]]) -> Figure:

@@ -1,6 +1,11 @@
 "use strict";
 // All text of runs and models is set with `textContent`, or escaped where Plotly reads HTML.
-const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#AA4A87", "#56B4E9", "#8C8C8C", "#B8A700"];
+// Okabe and Ito's colours, which colour-blind readers can tell apart, darker on light paper and lighter
+// on dark, so that each has a contrast of 3 to 1 at least.
+const LIGHT = ["#0072B2", "#A86A00", "#007F5F", "#C74F00", "#9A3D78", "#2E86B8", "#707070", "#7D7200"];
+const DARK = ["#4DA3DB", "#E69F00", "#1FB58A", "#FF7F2A", "#D67FB4", "#8CCBF0", "#A8A8A8", "#D2C22A"];
+const scheme = matchMedia("(prefers-color-scheme: dark)");
+const hue = (i) => (scheme.matches ? DARK : LIGHT)[i % LIGHT.length];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SHAPES = ["", "/", ".", "x", "-", "\\", "+", "|"];
 const PAGE = 50;
@@ -128,7 +133,7 @@ function chart(parent, { title, about, height, build, onclick }) {
     if (numbers.open) fill();
     if (onclick && !area.listens) {
       area.listens = true;
-      area.on("plotly_click", (event) => onclick(event.points[0], built));
+      area.on("plotly_click", (event) => onclick(event.points[0]));
     }
   }
   redraws.push(draw);
@@ -144,10 +149,10 @@ function lines(parent, title, about, unit, of, names) {
   chart(parent, { title, about, build() {
     const traces = [];
     data.runs.forEach((r, i) => known(r).forEach((name, j) => traces.push({
-      x: at(of(r)), y: of(r)[name], mode: of(r).round.length > 60 ? "lines" : "lines+markers",
+      x: at(of(r)), y: of(r)[name], connectgaps: true, mode: of(r).round.length > 60 ? "lines" : "lines+markers",
       name: escaped(data.runs.length > 1 ? `${r.name}${known(r).length > 1 ? ", " + said(name) : ""}` : said(name)),
       showlegend: data.runs.length > 1 || known(r).length > 1,
-      line: { color: COLOURS[(data.runs.length > 1 ? i : j) % COLOURS.length], dash: DASHES[(data.runs.length > 1 ? j : 0) % 4], width: 2 },
+      line: { color: hue(data.runs.length > 1 ? i : j), dash: DASHES[((data.runs.length > 1 ? j : 0) + Math.floor((data.runs.length > 1 ? i : j) / LIGHT.length)) % 4], width: 2 },
       marker: { symbol: (data.runs.length > 1 ? i : j), size: 6 },
     })));
     return { traces, layout: { xaxis: { title: { text: axis_title() } }, yaxis: { title: { text: unit } } }, table: () => ({
@@ -157,19 +162,24 @@ function lines(parent, title, about, unit, of, names) {
     }) };
   } });
 }
-const WORDS = { "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding" };
-const said = (name) => WORDS[name] || name.replace(/^val\/mean@(\d+)$/, "$1 samples").replace(/^[a-z_]+\//, "").replaceAll("_", " ");
+const WORDS = { "rollout/trained_over_drawn_length": "in each round", "pool/trained_over_drawn_length": "since the run began", "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding" };
+const said = (name) => WORDS[name] || name.match(/^rewards\/(.*)\/mean$/)?.[1] || name.replace(/^val\/mean@(\d+)$/, "$1 samples").replace(/^[a-z_]+\//, "").replaceAll("_", " ");
 
 const patterned = (shape) => ({ shape, solidity: 0.2, size: 7, fillmode: "overlay", fgcolor: css("--paper") });
+// Colour and pattern of a part; those that `looks` does not name have one by their place.
+const look = (looks, name, i) => {
+  const [colour, shape] = looks[name] || [i, SHAPES[i % SHAPES.length]];
+  return { color: hue(colour), pattern: patterned(shape), line: { width: 0 } };
+};
 // Bars of the chosen run that are stacked; all other columns but `round` are parts.
-function bars(parent, title, about, unit, of, colours = {}) {
+function bars(parent, title, about, unit, of, looks = {}) {
   if (!data.runs.some((r) => Object.keys(of(r) || {}).length > 1)) return;
   chart(parent, { title, about, build() {
     const columns = of(run) || {}, names = Object.keys(columns).filter((name) => name !== "round").sort((a, b) => a.startsWith("waits") - b.startsWith("waits"));
     if (!names.length) return null;
     const traces = names.map((name, i) => ({
       type: "bar", x: columns.round, y: columns[name], name: escaped(name),
-      marker: { color: colours[name] || COLOURS[i % COLOURS.length], pattern: patterned(SHAPES[i % SHAPES.length]), line: { width: 0 } },
+      marker: look(looks, name, i),
     }));
     return { traces, layout: { barmode: "stack", xaxis: { title: { text: "round" } }, yaxis: { title: { text: unit } } },
       table: () => ({ columns: ["round", ...names], rows: columns.round.map((n, k) => [n, ...names.map((name) => columns[name][k])]) }) };
@@ -178,9 +188,10 @@ function bars(parent, title, about, unit, of, colours = {}) {
 
 // ---------------------------------------------------------------- the timeline of a round
 
-const END_SHAPES = ["", ".", "+", "/", "x"];
-const LANE_COLOURS = { decode: "#0072B2", speculate: "#56B4E9", gradients: "#009E73", update: "#009E73", weights: "#AA4A87",
-  verify: "#B8A700", validation: "#8C8C8C", other: "#8C8C8C" };
+const END_SHAPES = ["", ".", "+", "/", "x", "\\"];
+const END_MARKS = ["▮", "▒", "✚", "▨", "▩", "▧"];
+const LANES = { decode: [0, ""], speculate: [5, "."], update: [2, ""], gradients: [2, "/"], advantages: [7, ""], weights: [4, ""],
+  verify: [7, "x"], validation: [6, "x"], other: [6, ""], "waits for engines": [1, "/"], "waits for trainer": [3, "\\"], "waits for rewards": [5, "|"] };
 
 function timeline(parent) {
   if (!data.runs.some((r) => r.timelines.length)) return;
@@ -190,10 +201,10 @@ function timeline(parent) {
   const next = make("button", { type: "button", onclick: () => show(place + 1) }, "Next round");
   const name = make("strong", { "aria-live": "polite", id: "round-shown" });
   const told = make("p", { id: "span-told", "aria-live": "polite" }, "Click on a bar to read which completion it is.");
-  const legend = make("ul", { class: "legend" }, ...data.ends.map((text, i) => make("li", {}, `${["▮", "▒", "✚", "▨", "▩"][i]} ${text}`)),
+  const legend = make("ul", { class: "legend" }, ...data.ends.map((text, i) => make("li", {}, `${END_MARKS[i]} ${text}`)),
     make("li", {}, "▶ begins with tokens of an earlier round"), make("li", {}, "‖ paused, comes back later"), make("li", {}, "⚒ waits for its environment"));
   parent.append(make("div", { class: "controls" }, previous, slider, next, name), legend);
-  const lane_count = () => run.timelines[place]?.lanes?.length || 0;
+  const lane_count = () => run.timelines[place]?.lanes.length || 0;
   const draw = chart(parent, {
     title: "What each slot decoded", height: 560,
     about: "A bar is a completion in a slot; neighbours of one colour belong to one prompt, and the pattern says how its time in this round ended. Below: what trainer and engines did until the next round began.",
@@ -203,49 +214,47 @@ function timeline(parent) {
       const seconds = (column) => column.map((ms) => ms / 1000);
       const start = seconds(of.start), end = seconds(of.end);
       const slots = [...new Set(of.slot)].sort((a, b) => a - b), row = new Map(slots.map((slot, i) => [slot, i]));
-      const last = new Map(), firsts = new Map();
-      of.request.forEach((r, i) => { if (!last.has(r) || end[i] > end[last.get(r)]) last.set(r, i); if (!firsts.has(r) || start[i] < start[firsts.get(r)]) firsts.set(r, i); });
       const label = (i) => { const [prompt, index] = of.requests[of.request[i]]; return `prompt ${of.prompts[prompt]}, completion ${index}`; };
       const facts = of.request.map((r, i) => `${label(i)}: ${of.tokens[i]} tokens in slot ${of.slot[i]}, ${shown(start[i])} to ${shown(end[i])} s, ${fate(i)}`);
       function fate(i) {
-        const [, , ended, before, reward, waited] = of.requests[of.request[i]];
-        const parts = [i !== last.get(of.request[i]) ? (waited ? "then waits for its environment" : "then paused") : data.ends[ended]];
-        if (before && i === firsts.get(of.request[i])) parts.unshift(`begins with ${before} tokens of an earlier round`);
+        const [, , ended, before, reward, waited, deferred, attempts] = of.requests[of.request[i]];
+        const parts = [!of.last[i] ? (waited ? "then waits for its environment" : "then paused") : data.ends[ended]];
+        if (before && of.first[i]) parts.unshift(`begins with ${before} tokens of an earlier round`);
+        if (deferred) parts.push(`its prompt was deferred ${deferred} times`);
+        if (attempts) parts.push(`drawn again ${attempts} times`);
         if (reward != null) parts.push(`reward ${shown(reward)}`);
         return parts.join(", ");
       }
-      const hue = (i) => of.requests[of.request[i]][0] % COLOURS.length;
-      const traces = COLOURS.map((colour, hue_of) => {
-        const own = of.request.map((_, i) => i).filter((i) => hue(i) === hue_of), each = (value) => own.map(value);
+      const traces = LIGHT.map((_, place) => {
+        const own = of.request.map((_, i) => i).filter((i) => of.requests[of.request[i]][0] % LIGHT.length === place), each = (value) => own.map(value);
         return {
           type: "bar", orientation: "h", y: each((i) => row.get(of.slot[i])), base: each((i) => start[i]), x: each((i) => end[i] - start[i]), width: 0.92,
           customdata: each((i) => facts[i]), hovertemplate: each((i) => escaped(facts[i]).replace(/%\{/g, "% {") + "<extra></extra>"), showlegend: false, textposition: "none",
-          marker: { color: colour, line: { width: slots.length > 80 ? 0 : 0.5, color: css("--paper") },
-            pattern: { ...patterned(""), solidity: 0.35, shape: each((i) => i === last.get(of.request[i]) ? END_SHAPES[of.requests[of.request[i]][2]] : "") } },
+          marker: { color: hue(place), line: { width: slots.length > 80 ? 0 : 0.5, color: css("--paper") },
+            pattern: { ...patterned(""), solidity: 0.35, shape: each((i) => of.last[i] ? END_SHAPES[of.requests[of.request[i]][2]] : "") } },
         };
       });
-      const marks = { x: [], y: [], text: [] };
-      of.request.forEach((r, i) => {
-        const [, , , before, , waited] = of.requests[r];
-        if (before && i === firsts.get(r)) { marks.x.push(start[i]); marks.y.push(row.get(of.slot[i])); marks.text.push("▶"); }
-        if (i !== last.get(r)) { marks.x.push(end[i]); marks.y.push(row.get(of.slot[i])); marks.text.push(waited ? "⚒" : "‖"); }
-      });
-      if (marks.x.length) traces.push({ ...marks, mode: "text", hoverinfo: "skip", showlegend: false, textfont: { size: 11, color: css("--ink") } });
+      const mark = (text, own, x, side) => own.length && traces.push({ x: own.map((i) => x[i]), y: own.map((i) => row.get(of.slot[i])), mode: "text",
+        text: own.map(text), textposition: `middle ${side}`, hoverinfo: "skip", showlegend: false, cliponaxis: true, textfont: { size: 11, color: scheme.matches ? "#000" : "#fff" } });
+      const places = of.request.map((_, i) => i);
+      mark(() => "▶", places.filter((i) => of.first[i] && of.requests[of.request[i]][3]), start, "right");
+      mark((i) => of.requests[of.request[i]][5] ? "⚒" : "‖", places.filter((i) => !of.last[i]), end, "left");
       const names = new Set();
-      (of.lanes || []).forEach((lane, j) => {
+      of.lanes.forEach((lane, j) => {
         for (const what of new Set(lane.what)) {
-          const own = lane.what.map((w, i) => i).filter((i) => lane.what[i] === what), waits = what.startsWith("waits");
+          const own = lane.what.map((w, i) => i).filter((i) => lane.what[i] === what);
           traces.push({ type: "bar", orientation: "h", yaxis: "y2", y: own.map(() => j), base: own.map((i) => lane.start[i] / 1000),
             x: own.map((i) => (lane.end[i] - lane.start[i]) / 1000), width: 0.8, name: escaped(what), legendgroup: what, showlegend: !names.has(what), textposition: "none",
-            marker: { color: waits ? css("--grid") : LANE_COLOURS[what] || "#E69F00", line: { width: 0 }, pattern: waits ? { shape: "/", solidity: 0.2, fgcolor: css("--soft") } : {} },
+            marker: look(LANES, what, names.size),
             hovertemplate: own.map((i) => `${escaped(lane.lane)}: ${escaped(what)}, ${shown((lane.end[i] - lane.start[i]) / 1000)} s<extra></extra>`) });
           names.add(what);
         }
       });
+      const step = Math.ceil(slots.length / 12), ticks = slots.map((_, i) => i).filter((i) => i % step === 0);
       const lanes = lane_count(), split = lanes ? Math.min(0.4, 0.06 * lanes + 0.06) : 0;
       return { traces, reversed: true, layout: {
         barmode: "overlay", xaxis: { title: { text: "seconds since the first decode step" }, anchor: lanes ? "y2" : "y" },
-        yaxis: { title: { text: "slot" }, domain: [split, 1], autorange: "reversed", tickvals: slots.length > 12 ? undefined : slots.map((_, i) => i), ticktext: slots.length > 12 ? undefined : slots },
+        yaxis: { title: { text: "slot" }, domain: [split, 1], autorange: "reversed", tickvals: ticks, ticktext: ticks.map((i) => slots[i]) },
         ...(lanes ? { yaxis2: { domain: [0, split - 0.04], tickvals: of.lanes.map((_, j) => j), ticktext: of.lanes.map((l) => escaped(l.lane)), autorange: "reversed", automargin: true, fixedrange: true, gridcolor: "rgba(0,0,0,0)" } } : {}),
       }, table: () => ({
         columns: ["prompt", "completion", "slot", "start (s)", "end (s)", "tokens", "what then", "reward"],
@@ -260,7 +269,7 @@ function timeline(parent) {
     slider.max = Math.max(0, run.timelines.length - 1);
     slider.value = place;
     slider.setAttribute("aria-valuetext", of ? `round ${of.round}` : "none");
-    name.textContent = of ? `Round ${of.round}${of.every > 1 ? `, every ${of.every}th slot` : ""}` : "No timeline";
+    name.textContent = of ? `Round ${of.round}${of.every > 1 ? `, 1 of ${of.every} slots` : ""}` : "No timeline";
     previous.disabled = place <= 0;
     next.disabled = place >= run.timelines.length - 1;
   }
@@ -294,10 +303,17 @@ function runs_section() {
     ["Minutes", ...data.runs.map((r) => shown((r.curves.seconds?.at(-1) || 0) / 60))],
     ["Reward, first and last round", ...data.runs.map((r) => ends(r.curves, "reward"))],
     ["Held-out accuracy", ...data.runs.map(held_out)],
-    ["Idle slot-time", ...data.runs.map((r) => { const m = mean(r.engines["rollout/bubble_ratio"]); return m == null ? "" : `${shown(100 * m)} %`; })],
+    ["Idle slot-time", ...data.runs.map((r) => { const m = mean(r.rollouts["rollout/bubble_ratio"]); return m == null ? "" : `${shown(100 * m)} %`; })],
     ...facts.map((name) => [name, ...data.runs.map((r) => (r.facts.find(([n]) => n === name) || [])[1])]),
   ];
   grid.append(make("figure", {}, table(["of the run", ...data.runs.map((r) => r.name)], rows.map((row) => row.map((v) => v == null ? "" : String(v))), { caption: "Settings and results" })));
+}
+
+function by_round_and_seconds(r) {
+  const of = r.lengths.rounds;
+  if (!of) return null;
+  const seconds = new Map(r.curves.round.map((n, i) => [n, r.curves.seconds?.[i]]));
+  return { ...of, seconds: of.round.map((n) => seconds.get(n)) };
 }
 
 function page() {
@@ -307,37 +323,39 @@ function page() {
   const metric = (title, about, unit, name) => lines(learning, title, about, unit, (r) => r.curves, () => [name]);
   metric("Mean reward", "Of the completions of a round, by the policy that drew them.", "reward", "reward");
   lines(learning, "Held-out accuracy", "Share of correct answers on held-out prompts.", "share", (r) => r.validations, (of) => Object.keys(of).filter((n) => n.startsWith("val/")));
+  lines(learning, "Rewards by function", "The mean of each reward function.", "reward", (r) => r.rewards, (of) => Object.keys(of).length > 3 ? Object.keys(of).filter((n) => n.startsWith("rewards/")) : []);
   metric("Mean length", "Tokens of the completions of a round.", "tokens", "completions/mean_length");
   metric("KL divergence", "From the reference model.", "nats per token", "kl");
   metric("Entropy", "Of the policy.", "nats per token", "entropy");
   const idle = section("seconds", "Where the seconds went", "Every moment of trainer and engines has one cause.").grid;
-  bars(idle, "Seconds of the trainer", "From the end of a rollout to the end of the next one; the last bar is what came after the last rollout.", "seconds", (r) => r.lanes.trainer && { round: r.lanes.round, ...r.lanes.trainer }, colours_of_lanes());
-  bars(idle, "Seconds of the engines", "The mean over the engines.", "seconds", (r) => r.lanes.engines && { round: r.lanes.round, ...r.lanes.engines }, colours_of_lanes());
-  lines(idle, "Idle slot-time", "Share of the slots' time in a rollout without a completion (the bubble).", "share", (r) => r.engines, () => ["rollout/bubble_ratio"]);
-  lines(idle, "Tokens a second", "Tokens that a rollout drew over its seconds.", "tokens per second", (r) => r.engines, () => ["rollout/tokens_per_second"]);
+  bars(idle, "Seconds of the trainer", "From the end of a rollout to the end of the next one; if the run has ended, the last bar is what came after the last rollout.", "seconds", (r) => r.lanes.trainer && { round: r.lanes.round, ...r.lanes.trainer }, LANES);
+  bars(idle, "Seconds of the engines", "The mean over the engines.", "seconds", (r) => r.lanes.engines && { round: r.lanes.round, ...r.lanes.engines }, LANES);
+  lines(idle, "Idle slot-time", "Share of the slots' time in a rollout without a completion (the bubble).", "share", (r) => r.rollouts, () => ["rollout/bubble_ratio"]);
+  lines(idle, "Tokens a second", "Tokens that a rollout drew over its seconds.", "tokens per second", (r) => r.rollouts, () => ["rollout/tokens_per_second"]);
   const line = section("timeline", "Timeline of a round", "Choose a round with the buttons or the slider; drag over the chart or use the buttons below it to zoom.").whole;
   timeline(line);
-  const lengths = section("lengths", "Lengths", "What is trained on against what was drawn: a schedule that prefers short completions shows here.").grid;
-  lines(lengths, "Lengths by round", "Drawn: all completions that the round ended. Trained: those with an advantage other than 0.", "tokens", (r) => r.lengths.rounds && { seconds: null, ...r.lengths.rounds }, (of) => Object.keys(of).filter((n) => !["round", "seconds"].includes(n) && (data.runs.length < 2 || n.startsWith("mean"))));
+  const lengths = section("lengths", "Lengths", "Tokens of completions that have ended. A schedule that prefers short completions shows where trained lengths are below drawn ones.").grid;
+  lines(lengths, "Trained over drawn length", "Mean length of the completions of a round's update over that of all that were drawn for it; below 1, long ones are missing.", "ratio", (r) => r.rollouts, (of) => Object.keys(of).filter((n) => n.endsWith("trained_over_drawn_length")));
+  lines(lengths, "Lengths by round", "Quantiles and means of the completions in the update, and the mean of those with an advantage other than 0.", "tokens", by_round_and_seconds, (of) => Object.keys(of).filter((n) => !["round", "seconds"].includes(n) && (data.runs.length < 2 || n.startsWith("mean"))));
   if (data.runs.some((r) => r.lengths.edges)) chart(lengths, { title: "Lengths of the whole run", about: "Share of the completions in each range of lengths.", build() {
     const of = run.lengths;
     if (!of.edges) return null;
     const share = (counts) => { const sum = counts.reduce((a, b) => a + b, 0) || 1; return counts.map((c) => c / sum); };
     const names = of.edges.slice(0, -1).map((a, i) => of.edges[i + 1] - a > 1 ? `${a}–${of.edges[i + 1] - 1}` : `${a}`);
-    const one = (name, shape, i) => ({ type: "bar", x: names, y: share(of[name]), name, marker: { color: COLOURS[i], pattern: patterned(shape) } });
-    return { traces: [one("drawn", "", 0), one("trained", "/", 1)], layout: { barmode: "group", xaxis: { title: { text: "tokens" }, type: "category", nticks: 14 }, yaxis: { title: { text: "share" } } },
-      table: () => ({ columns: ["tokens", "drawn", "trained"], rows: names.map((n, i) => [n, of.drawn[i], of.trained[i]]) }) };
+    const one = (name, i) => ({ type: "bar", x: names, y: share(of[name]), name, marker: look({}, name, i) });
+    return { traces: [one("ended", 0), one("with an advantage", 1)], layout: { barmode: "group", xaxis: { title: { text: "tokens" }, type: "category", nticks: 14 }, yaxis: { title: { text: "share" } } },
+      table: () => ({ columns: ["tokens", "ended", "with an advantage"], rows: names.map((n, i) => [n, of.ended[i], of["with an advantage"][i]]) }) };
   } });
   const groups = section("groups", "Groups", "Completions of a prompt whose rewards are all equal have no advantage, and GRPO and RLOO learn nothing from them.").grid;
   bars(groups, "Kinds of groups", "All right and all wrong: every completion has the highest or the lowest reward of the run. One text: every completion is the same.", "groups", (r) => r.groups,
-    { "several rewards": COLOURS[0], "all right": COLOURS[2], "all wrong": COLOURS[3], "one text": COLOURS[4], "one other reward": COLOURS[6] });
+    { "several rewards": [0, ""], "all right": [2, "/"], "all wrong": [3, "."], "one text": [4, "x"], "one other reward": [6, "-"], "no reward": [7, "+"] });
   if (data.runs.some((r) => r.schedules.length)) {
-    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run; lit-rlsched simulate has all pairs and the rules of other packages.").grid;
+    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run, as if engine and trainer had devices or cores of their own. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
     chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts.", build() {
       const rows = run.schedules;
       if (!rows.length) return null;
       const ordered = [...rows].reverse(), plain = rows.find((r) => r[0] === "no callback");
-      return { traces: [{ type: "bar", orientation: "h", y: ordered.map((r) => escaped(r[0])), x: ordered.map((r) => r[1]), marker: { color: COLOURS[0] } }],
+      return { traces: [{ type: "bar", orientation: "h", y: ordered.map((r) => escaped(r[0])), x: ordered.map((r) => r[1]), marker: { color: hue(0) } }],
         layout: { xaxis: { title: { text: "seconds" } }, height: Math.max(320, 26 * rows.length + 80) },
         table: () => ({ columns: ["schedule", "seconds", "times as fast as no callback", "steps", "idle", "discarded", "stale", "trained over drawn length", "tokens in the cache"],
           rows: rows.map((r) => [r[0], r[1], plain ? plain[1] / r[1] : null, ...r.slice(2)]) }) };
@@ -345,7 +363,6 @@ function page() {
   }
   completions_section();
 }
-const colours_of_lanes = () => ({ ...LANE_COLOURS, "waits for engines": "#E69F00", "waits for trainer": "#D55E00", "waits for rewards": "#56B4E9" });
 
 function completions_section() {
   if (!data.runs.some((r) => r.completions.rows.length)) return;
@@ -355,7 +372,9 @@ function completions_section() {
   whole.append(area);
   const draw = () => {
     const of = run.completions;
-    about.textContent = of.rounds < of.of ? `From ${of.rounds} of ${of.of} rounds; completions.jsonl has the others.` : "Those that the run wrote down; click on a column to sort.";
+    const parts = [`Of ${of.rounds} of ${of.of} rounds from which the run kept some`];
+    if (of.shown < of.in_them) parts.push(`${of.shown} of their ${of.in_them} rows`);
+    about.textContent = `${parts.join(", ")}. Numbers have five digits. Click on a column to sort.`;
     area.replaceChildren(table(of.columns, of.rows, { caption: "Rows of completions.jsonl", search: true }));
   };
   redraws.push(() => { if (area.run !== run) { area.run = run; draw(); } });
@@ -377,9 +396,9 @@ async function begin() {
   const again = () => redraws.forEach((draw) => draw());
   $("run").addEventListener("change", (e) => { run = data.runs[+e.target.value]; again(); });
   $("axis").addEventListener("change", (e) => { axis = e.target.value; again(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  scheme.addEventListener("change", again);
   page();
   again();
   document.body.dataset.ready = "yes";
 }
-begin();
+begin().catch((error) => $("main").replaceChildren(make("p", { class: "note", role: "alert" }, `This page cannot be shown: ${error}. It needs a browser of 2023 or later.`)));

@@ -12,11 +12,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.report.collect import ENDS
+from lit_rlsched.callbacks.report.collect import COMPARED, ENDS
 from lit_rlsched.text import printable
 
 FORBIDDEN = "default-src 'none'; base-uri 'none'; form-action 'none'"
 """Nothing is loaded from anywhere, and nothing is sent."""
+
+
+MOST_BYTES = 10_000_000
+"""Size of a page."""
 
 
 def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
@@ -27,18 +31,16 @@ def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
         runs: What `run_data` returns, of each run.
         made: A sentence about when the report was made.
     """
-    names = ", ".join(run["name"] for run in runs)
-    data: dict[str, Any] = {"title": f"Report of {names}", "made": made, "notes": notes(runs)}
-    data |= {"ends": ENDS, "runs": [*runs]}
-    text = json.dumps(printable(data), separators=(",", ":"), allow_nan=False)
-    packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    runs = [{**run, "name": name} for run, name in zip(runs, distinct_names(runs), strict=True)]
+    data: dict[str, Any] = {"title": f"Report of {', '.join(run['name'] for run in runs)}"}
+    data |= {"made": made, "notes": notes(runs), "ends": ENDS, "runs": runs}
     script = _own("page.js")
     allowed = " ".join(f"'sha256-{_digest(of)}'" for of in (plotly(), script))
     parts = {
         "POLICY": f"{FORBIDDEN}; script-src {allowed}; style-src 'unsafe-inline'; img-src data:",
         "TITLE": html.escape(str(printable(data["title"]))),
         "STYLE": _own("page.css"),
-        "DATA": packed,
+        "DATA": _packed(data, MOST_BYTES - len(plotly()) - len(script)),
         "PLOTLY": plotly(),
         "SCRIPT": script,
     }
@@ -52,24 +54,41 @@ def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
     os.replace(unfinished, path)
 
 
+def _packed(data: dict[str, Any], most: int) -> str:
+    """Return the data as text, without every second timeline and completion until it fits."""
+    while True:
+        text = json.dumps(
+            printable(data), separators=(",", ":"), allow_nan=False, ensure_ascii=False
+        )
+        packed = base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+        runs = [run for run in data["runs"] if run["timelines"] or run["completions"]["rows"]]
+        if len(packed) <= most or not runs:
+            return packed
+        for run in runs:
+            timelines, rows = run["timelines"], run["completions"]["rows"]
+            run["timelines"] = timelines[::-2][::-1] if len(timelines) > 1 else []
+            half = rows[1::2]
+            run["completions"] = {**run["completions"], "rows": half, "shown": len(half)}
+
+
+def distinct_names(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the runs; their folders if two have the same name."""
+    names = [run["name"] for run in runs]
+    return names if len({*names}) == len(names) else [run["folder"] for run in runs]
+
+
 def notes(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what a reader must know before comparing the runs."""
-    said = []
-    words = {"model": "models", "reward_funcs": "reward functions", "tokenizer": "tokenizers"}
+    """Return what a reader must know before reading or comparing the runs."""
+    said = [f"{run['name']}: {note}" for run in runs for note in run["notes"]]
     different = [
         word
-        for name, word in words.items()
+        for name, word in COMPARED.items()
         if len({json.dumps(run["compared"][name]) for run in runs}) > 1
     ]
-    if "reward functions" in different:
+    if different:
         said.append(
-            "These runs have different reward functions: their rewards and accuracies cannot be "
-            "compared."
-        )
-    if others := [word for word in different if word != "reward functions"]:
-        said.append(
-            f"These runs have different {' and '.join(others)}: lengths in tokens and seconds "
-            "depend on them."
+            f"These runs have different {' and '.join(different)}: their rewards, accuracies, "
+            "lengths and seconds depend on that, so do not compare them."
         )
     return said
 

@@ -34,40 +34,38 @@ def _events(run: dict[str, Any], below: int) -> Iterator[dict[str, Any]]:
         name = {"name": f"{run['name']}: {what}"}
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name}
     named: dict[str, int] = {}
+    end_of_last = 0
     for of in run["timelines"]:
-        origin = of["began"]
-        for lane in of.get("lanes", ()):
+        # a simulated clock begins anew in each round
+        origin = end_of_last if of["began"] is None else round(1e6 * of["began"])
+        for lane in of["lanes"]:
             if lane["lane"] not in named:
                 named[lane["lane"]] = tid = len(named) + 1
                 name = {"name": lane["lane"]}
                 yield {"ph": "M", "name": "thread_name", "pid": lanes, "tid": tid, "args": name}
             for start, end, what in zip(lane["start"], lane["end"], lane["what"], strict=True):
                 yield _bar(what, lanes, named[lane["lane"]], origin, start, end)
-        last = {request: row for row, request in enumerate(of["request"])}
         changes = []
-        columns = (of[name] for name in ("request", "slot", "start", "end", "tokens"))
-        for row, (request, slot, start, end, tokens) in enumerate(zip(*columns, strict=True)):
-            prompt, index, ended, before, reward, _ = of["requests"][request]
-            then = ENDS[ended] if row == last[request] else "paused"
-            request_id = f"{of['prompts'][prompt]}/{index}"
+        columns = (of[name] for name in ("request", "slot", "start", "end", "tokens", "last"))
+        for request, slot, start, end, tokens, last in zip(*columns, strict=True):
+            prompt, index, ended, before, reward, *_ = of["requests"][request]
+            then = ENDS[ended] if last else "paused"
             more = {"round": of["round"], "tokens": tokens, "before": before, "then": then}
             more["reward"] = reward
+            request_id = f"{of['prompts'][prompt]}/{index}"
             yield {**_bar(request_id, slots, slot + 1, origin, start, end), "args": more}
             changes += [(start, 1), (end, -1)]
         running = 0
         for at, change in sorted(changes):
             running += change
             counter = {"completions": running}
+            end_of_last = origin + 1000 * at
             yield {
                 **{"ph": "C", "name": "decoding", "pid": slots, "tid": 0},
-                **{"ts": _microseconds(origin, at), "args": counter},
+                **{"ts": end_of_last, "args": counter},
             }
 
 
-def _bar(name: str, pid: int, tid: int, origin: float, start: int, end: int) -> dict[str, Any]:
-    begin, duration = _microseconds(origin, start), 1000 * (end - start)
+def _bar(name: str, pid: int, tid: int, origin: int, start: int, end: int) -> dict[str, Any]:
+    begin, duration = origin + 1000 * start, 1000 * (end - start)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": duration}
-
-
-def _microseconds(origin: float, thousandths: int) -> int:
-    return round(1e6 * origin) + 1000 * thousandths

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from lit_rlsched.data.rows import name_of
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
 from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import plain
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.schedule import Switch
-from lit_rlsched.types import ENVIRONMENT, Sample
+from lit_rlsched.types import ENVIRONMENT, LengthOnly, Sample
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,6 +59,7 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
     engine = settings.engine.engines[0]
     about = {
         "model": run.facts.module.get("model"),
+        "train_data": name_of(settings.data["train"]),
         "advantage": run.facts.module.get("advantage"),
         "tokenizer": settings.tokenizer,
         "engine": type(getattr(engine, "engine", engine)).__name__,
@@ -99,7 +101,9 @@ def tables_of(
         if run.session is not None and run.session.engine.virtual_clock:
             del tables["steps"]  # their seconds are made up
         elif trace.origin is not None:
-            of_round["began"] = clock(trace.origin)
+            began = clock(trace.origin)
+            if run.clock.before <= began <= run.clock.seconds:  # not of a resumed run's checkpoint
+                of_round["began"] = began
     if timeline is not None and timeline.last is not None:
         tables["intervals"] = intervals(timeline.last, clock)
     tables["rounds"] = pa.Table.from_pylist([of_round], rounds_schema())
@@ -123,11 +127,16 @@ def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
             "deferred": group.deferred,
             "attempts": completion.attempts,
             "fate": completion.dropped or completion.finish_reason,
-            "text": crc32(array("q", completion.token_ids)),  # to find equal ones
+            "text": _digest(completion.token_ids),
         }
         for group, of in zip(round.groups, rewards, strict=True)
         for completion in group.completions
     ]
+
+
+def _digest(token_ids: Sequence[int]) -> int | None:
+    """Return a number that equal texts have in common."""
+    return None if isinstance(token_ids, LengthOnly) else crc32(array("i", token_ids))
 
 
 def described(switch: Switch) -> dict[str, Any]:
