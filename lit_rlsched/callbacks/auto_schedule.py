@@ -18,7 +18,7 @@ from lit_rlsched.callbacks.candidates import (
     written,
 )
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.run.saving.traces import about_run, tables_of
+from lit_rlsched.run.saving.traces import about_run, tables_of, warn_of_another_run
 from lit_rlsched.scheduling.switched_rounds import SwitchedRound
 from lit_rlsched.scheduling.trace_files import Tables, Traces, numbered
 from lit_rlsched.settings import UsageError, check_count, check_range
@@ -187,6 +187,7 @@ class AutoSchedule(RolloutCallback):
         self._trainer, self._known = trainer, {}
         self._recent.clear()
         if self.replay is not None:
+            warn_of_another_run(run_of(trainer, self), self.replay, type(self).__name__)
             self._known = decisions_of(self.replay, required=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

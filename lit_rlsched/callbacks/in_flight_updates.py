@@ -7,6 +7,7 @@ from lightning import LightningModule, Trainer
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.rollout.meetings import recorded_turns
+from lit_rlsched.run.saving.traces import warn_of_another_run
 from lit_rlsched.scheduling.in_flight_updates import (
     OWNER,
     Cache,
@@ -80,6 +81,7 @@ class InFlightUpdates(AheadRollout):
         self.settings = InFlight(pace, cache, turns, recorded_turns(replay), too_old)
         check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
+        self.replay = replay
         self._version = 0
 
     def describe(self) -> str:
@@ -97,6 +99,12 @@ class InFlightUpdates(AheadRollout):
             schedule.rule = WindowedRound(size, prompts, self.max_staleness, steps, too_old)
             schedule.in_flight = self.settings
             super().apply(schedule, facts)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Warn if the run to repeat had other settings."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.replay is not None:
+            warn_of_another_run(run_of(trainer, self), self.replay, OWNER)
 
     @property
     def _who(self) -> str:

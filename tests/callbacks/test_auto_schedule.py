@@ -1,3 +1,4 @@
+import json
 from itertools import pairwise
 
 import pytest
@@ -106,6 +107,15 @@ def test_a_resumed_run_repeats_the_decisions_that_came_after_its_checkpoint(fit,
         fit, tmp_path, Scripted([0], replay=str(tmp_path / "run")), 6, name="replayed"
     )
     assert replayed.drawn == whole.drawn and torch.equal(same, end)
+
+
+def test_a_run_with_another_tokenizer_is_repeated_with_a_warning(fit, tmp_path):
+    run(fit, tmp_path, Scripted([0]), 1)
+    path = tmp_path / "run" / "traces" / "about.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer": "other"}))
+    again = Scripted([0], replay=str(tmp_path / "run"))
+    with pytest.warns(UserWarning, match="that run had `tokenizer` 'other' and not None"):
+        run(fit, tmp_path, again, 1, name="again")
 
 
 def test_it_simulates_its_own_rounds(fit, tmp_path):

@@ -1,0 +1,1 @@
+"""Which callbacks go together, and what they buy: `python -m benchmarks run matrix`."""
