@@ -154,7 +154,7 @@ def picture(
                 colour = "white" if value < middle else "black"
                 left.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
         left.set_title("Simulated pairs; alone on the diagonal; blank: they do not go together")
-        shown = [*reversed(real)]
+        shown = [*real][::-1]
         places = np.arange(len(shown))
         right.barh(places + 0.2, [seconds[n] for n in shown], 0.38, color=GREY, label="simulated")
         values = [real[n]["seconds"] for n in shown]
