@@ -143,6 +143,15 @@ def test_the_configuration_file_is_an_artifact(folder, runs):
     assert "canary" in (folder / "config.yaml").read_text(), "the run needs it"
 
 
+def test_the_report_is_an_artifact(folder, runs):
+    for run in runs:
+        (report,) = (a for a in run.artifacts if a.type == "report")
+        assert report.name == f"report-{run.id}"
+        assert [entry.path for entry in report.manifest.contents] == ["report.html"]
+    (entry,) = report.manifest.contents
+    assert Path(entry.local_path).read_bytes() == (folder / "report.html").read_bytes()
+
+
 def test_the_pictures_and_the_table_are_in_the_file(runs):
     for run in runs:
         shown = {name: value for row in run.rows for name, value in row.items()}
