@@ -125,9 +125,12 @@ class Spans(RolloutCallback):
 
 
 class Rows(RolloutLogger):
-    """Writes completions, and draws no pictures: they take as long as the run."""
+    """Writes completions, but no pictures and no report: they take as long as the run."""
 
     def _draw(self, trainer):
+        pass
+
+    def _report(self, trainer, going_on):
         pass
 
 

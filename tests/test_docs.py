@@ -32,6 +32,8 @@ HOSTS = {
     "huggingface.co",
     "keepachangelog.com",
     "mutmut.readthedocs.io",
+    "plotly.com",
+    "ui.perfetto.dev",
     "semver.org",
 }
 """Hosts that pages may link to; add one after you have looked at the page it serves."""

@@ -18,10 +18,10 @@ from written_traces import write_run
 
 from lit_rlsched.__main__ import main
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger, SortedBatching
-from lit_rlsched.callbacks.report import collect, run_data, write_report
+from lit_rlsched.callbacks.report import collect, run_data, timelines, write_report
 from lit_rlsched.callbacks.report import page as page_module
-from lit_rlsched.callbacks.report.collect import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.callbacks.report.perfetto import write_trace
+from lit_rlsched.callbacks.report.timelines import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
@@ -148,7 +148,7 @@ def test_what_a_request_did_in_a_round():
     }
     last = {"a@0/0": 1, "a@0/1": 1, "b@0/0": 2, "c@0/0": 1}
     part = pa.table(spans)
-    of = collect._timeline(part, 1, fates, last, newest=False)
+    of = timelines._timeline(part, 1, fates, last, newest=False)
     assert of["prompts"] == ["a@0", "c@0", "b@0"]
     assert of["requests"] == [
         [0, "0", ENDED, 3, 1.0, 0, 1, 0],
@@ -159,8 +159,8 @@ def test_what_a_request_did_in_a_round():
     assert of["start"] == [0, 0, 2000, 3000, 4000] and of["slot"] == [0, 1, 0, 1, 1]
     assert of["first"] == [1, 1, 1, 0, 1] and of["last"] == [0, 1, 1, 1, 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "MOST_SPANS_OF_ROUND", 3)
-        half = collect._timeline(part, 1, fates, last, newest=True)
+        patch.setattr(timelines, "MOST_SPANS_OF_ROUND", 3)
+        half = timelines._timeline(part, 1, fates, last, newest=True)
     assert half["every"] == 2 and half["slots"] == 2 and half["slot"] == [0, 0]
     # its second time in a slot is hidden, and counts
     assert half["requests"][0] == of["requests"][0] and half["last"] == [0, 1]

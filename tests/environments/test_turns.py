@@ -610,11 +610,13 @@ def test_killed_at_any_point_of_a_turn_and_resumed_equals_never_stopped(
     )
     assert process.returncode == 0, process.stdout + process.stderr
     whole, resumed = (json.loads(x) for x in process.stdout.splitlines() if x.startswith('{"compl'))
-    assert whole["number"] == 80 and whole["calls"] > 40
-    if not partial:  # else which completions are in time depends on how long tools take
-        assert resumed == whole
+    assert whole["calls"] > 40
+    if partial:  # which completions are in time depends on how long tools take
+        for of in (whole, resumed):  # prompts that are decoded in the same step are in one round
+            assert of["number"] >= 80 and of["number"] % 4 == 0
+    else:
+        assert resumed == whole and whole["number"] == 80
         assert_same(*(torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole")))
-    assert resumed["number"] == whole["number"]
     workers = [p for p in psutil.process_iter(["cmdline"]) if "session_worker" in str(p.info)]
     assert [p for p in workers if p.ppid() == 1] == []
 

@@ -2,16 +2,16 @@
 
 import json
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from lit_rlsched.callbacks.pictures.comparison import ROUND, TIME, read_run
+from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
 from lit_rlsched.callbacks.what_if import about_of, first, what_if
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving.run_folder import full_name_of
@@ -21,14 +21,6 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.text import as_text
 from lit_rlsched.training.schedule import RunFacts
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-Json = dict[str, Any]
-
-MOST_SPANS = 100_000
-"""Times in a slot, and intervals of lanes, that all timelines of a page show together."""
-MOST_SPANS_OF_ROUND = 4000
 MOST_TEXT = 3_000_000
 """Bytes of all completions and prompts of a page together."""
 MOST_TEXT_OF_ONE = 4000
@@ -40,12 +32,6 @@ OF_ROUND = (
     *("rollout/trained_over_drawn_length", "pool/trained_over_drawn_length"),
 )
 """Metrics of the rollouts that are shown of each round."""
-ENDS = (
-    *("ended by itself", "cut at the limit", "dropped", "left for a later round", "not used"),
-    "not ended yet",
-)
-"""How a completion's time in a round ended."""
-ENDED, CUT, DROPPED, LATER, UNUSED, OPEN = range(len(ENDS))
 KINDS = (
     *("several rewards", "all right", "all wrong", "one text", "one other reward"),
     "no reward",
@@ -79,7 +65,7 @@ def run_data(
     about = about_of(traces)
     metrics, validations = _metrics(folder, rounds, record)
     groups, lengths = _completions(traces)
-    timelines = _timelines(traces, rounds, share)
+    lines = timelines(traces, rounds, share)
     texts, notes = _texts(folder / "completions.jsonl", share)
     schedules: list[list[Any]] = []
     if facts is not None:
@@ -87,7 +73,7 @@ def run_data(
             schedules = [_schedule(row) for row in first(what_if(traces, facts))]
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
-    notes += _missing(traces, rounds, timelines)
+    notes += _missing(traces, rounds, lines)
     rewards = sorted({n for row in metrics for n in row if _is_reward(n)})
     return {
         "name": full_name_of(folder),
@@ -102,7 +88,7 @@ def run_data(
         "lanes": _seconds_by_lane(traces),
         "lengths": lengths,
         "groups": groups,
-        "timelines": timelines,
+        "timelines": lines,
         "completions": texts,
         "schedules": schedules,
     }
@@ -201,32 +187,13 @@ def _accuracies(validations: Sequence[Json]) -> list[str]:
 
 def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Json:
     """Return columns of numbers, without those that have none."""
-    columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+    columns = {name: [rounded(row.get(name)) for row in rows] for name in names}
     return {name: of for name, of in columns.items() if any(v is not None for v in of)}
-
-
-def _number(value: Any) -> float | str | None:
-    """Return a number with five digits, and `None` for what is no finite number."""
-    if isinstance(value, int):
-        return value if abs(value) < 2**53 else str(value)[:MOST_TEXT_OF_ONE]
-    if not isinstance(value, float) or not math.isfinite(value):
-        return None
-    return float(f"{value:.5g}")
-
-
-def _parts(table: "pa.Table") -> dict[int, "pa.Table"]:
-    """Return the rows of each round; they follow one another."""
-    if not table.num_rows:
-        return {}
-    found, at = np.unique(table["round"].to_numpy(), return_index=True)
-    ends = [*at[1:].tolist(), table.num_rows]
-    places = zip(found.tolist(), at.tolist(), ends, strict=True)
-    return {number: table.slice(begin, end - begin) for number, begin, end in places}
 
 
 def _completions(traces: Traces) -> tuple[Json, Json]:
     """Return the groups and the lengths of each round."""
-    parts = _parts(traces.table("completions"))
+    parts = split(traces.table("completions"))
     if not parts:
         return {}, {}
     counts: dict[int, Counter[str]] = {}
@@ -304,7 +271,7 @@ def _seconds_by_lane(traces: Traces) -> Json:
         *(table[name].to_pylist() for name in names), strict=True
     ):
         share = 1 if lane == TRAINER else len(engines)
-        does = _does(what, whom)
+        does = activity(what, whom)
         found[TRAINER if lane == TRAINER else ""][does][number] += (end - start) / share
     numbers = sorted(set(table["round"].to_pylist()))
     return {
@@ -314,182 +281,8 @@ def _seconds_by_lane(traces: Traces) -> Json:
     }
 
 
-def _does(what: str, whom: str | None) -> str:
-    return f"waits for {whom}" if whom else what
-
-
 def _by_round(seconds: Mapping[str, Mapping[int, float]], numbers: Sequence[int]) -> Json:
-    return {what: [_number(of.get(n, 0.0)) for n in numbers] for what, of in seconds.items()}
-
-
-def kept(sizes: Mapping[int, int], most: float) -> list[int]:
-    """Return the newest round, and as many rounds in equal steps before it as fit."""
-    if not sizes:
-        return []
-    newest, step = max(sizes), 1
-    while True:
-        found = [n for n in sizes if (newest - n) % step == 0]
-        if len(found) == 1 or sum(sizes[n] for n in found) <= most:
-            return sorted(found)
-        step *= 2
-
-
-def _timelines(traces: Traces, rounds: Sequence[Mapping[str, Any]], share: float) -> list[Json]:
-    """Return what the slots did in each round that is shown."""
-    parts = _parts(traces.table("spans"))
-    if not parts:
-        return []
-    lanes = _Lanes(traces)
-    began = {row["round"]: row["began"] for row in rounds if row["began"] is not None}
-    of_lanes: dict[int, list[Json]] = {}
-    sizes = {}
-    for number, part in parts.items():
-        if number in began:
-            later = min((at for n, at in began.items() if n > number), default=math.inf)
-            of_lanes[number] = lanes.between(began[number], later)
-        beside = sum(len(lane["what"]) for lane in of_lanes.get(number, ()))
-        sizes[number] = min(part.num_rows, MOST_SPANS_OF_ROUND) + beside
-    numbers, newest = kept(sizes, share * MOST_SPANS), max(parts)
-    fates, last = _seen(traces, [parts[number] for number in numbers])
-    found = []
-    for number in numbers:
-        line = _timeline(parts[number], number, fates, last, number == newest)
-        of = {"round": number, "began": began.get(number), "lanes": of_lanes.get(number, [])}
-        found.append({**of, **line})
-    return found
-
-
-def _seen(
-    traces: Traces, parts: Sequence["pa.Table"]
-) -> tuple[dict[str, tuple[int, Json]], dict[str, int]]:
-    """Return the completions of some rounds' spans, with the round that has ended each.
-
-    And of each request the last round in which it decoded.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    wanted = pa.concat_arrays([chunk for part in parts for chunk in part["request"].chunks])
-
-    def rows(name: str) -> pa.Table:
-        table = traces.table(name)
-        return table.filter(pc.is_in(table["request"], wanted)) if table.num_rows else table
-
-    fates = {row["request"]: (row["round"], row) for row in rows("completions").to_pylist()}
-    spans = rows("spans")
-    columns = (spans[name].to_pylist() for name in ("request", "round"))
-    return fates, dict(zip(*columns, strict=True))  # the rounds are in order
-
-
-def _timeline(
-    part: "pa.Table",
-    number: int,
-    fates: Mapping[str, tuple[int, Json]],
-    last: Mapping[str, int],
-    newest: bool,
-) -> Json:
-    """Return the times in slots of a round.
-
-    Args:
-        part: Rows of `spans`.
-        number: Number of the round.
-        fates: Completions that a round has ended, with its number.
-        last: The last round in which each request decoded.
-        newest: Whether there is no later round.
-    """
-    spans = part.select(["request", "slot", "start", "end", "tokens"]).to_pylist()
-    spans.sort(key=lambda span: (span["start"], span["slot"]))
-    drew: Counter[str] = Counter()
-    first_of: dict[str, int] = {}
-    last_of: dict[str, int] = {}
-    for place, span in enumerate(spans):
-        drew[span["request"]] += span["tokens"]
-        first_of.setdefault(span["request"], place)
-        last_of[span["request"]] = place
-    slots = sorted({span["slot"] for span in spans})
-    stride = -(-len(spans) // MOST_SPANS_OF_ROUND)
-    shown = {*slots[::stride]}
-    requests: dict[str, int] = {}
-    prompts: dict[str, int] = {}
-    rows = []
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("slot", "start", "end", "tokens", "request", "first", "last")
-    }
-    for place, span in enumerate(spans):
-        if span["slot"] not in shown:
-            continue
-        request = span["request"]
-        if request not in requests:
-            requests[request] = len(requests)
-            group, _, index = request.rpartition("/")
-            prompt = prompts.setdefault(group, len(prompts))
-            at, of = fates.get(request, (number, {}))
-            if last[request] > number:
-                end = LATER
-            elif not of:
-                end = OPEN if newest else UNUSED
-            else:
-                end = {"stop": ENDED, "length": CUT}.get(of["fate"], DROPPED)
-            before = of["drawn"] - drew[request] if of and at == number else 0
-            more = (_number(of.get("reward")), *(of.get(n) or 0 for n in MORE))
-            rows.append([prompt, index, end, max(0, before), *more])
-        columns["slot"].append(span["slot"])
-        columns["start"].append(round(1000 * span["start"]))
-        columns["end"].append(round(1000 * span["end"]))
-        columns["tokens"].append(span["tokens"])
-        columns["request"].append(requests[request])
-        columns["first"].append(int(first_of[request] == place))
-        columns["last"].append(int(last_of[request] == place))
-    return {
-        "slots": len(slots),
-        "every": stride,
-        "prompts": [*prompts],
-        "requests": rows,
-        **columns,
-    }
-
-
-MORE = ("waited", "deferred", "attempts")
-"""What else is told of a completion."""
-
-
-class _Lanes:
-    """Intervals of trainer and engines on the clock of the run."""
-
-    def __init__(self, traces: Traces) -> None:
-        self._of: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-        for row in traces.rows("intervals"):
-            does = _does(row["what"], row["waits_for"])
-            self._of[row["lane"]].append((row["start"], row["end"], does))
-        for intervals in self._of.values():
-            intervals.sort()
-
-    def between(self, start: float, end: float) -> list[Json]:
-        """Return the intervals of each lane, in thousandths of a second since `start`."""
-        found = []
-        for lane in sorted(self._of, key=lambda lane: (lane != TRAINER, len(lane), lane)):
-            every = self._of[lane]
-            begin = max(0, bisect_left(every, (start,)) - 1)
-            inside = [i for i in every[begin : bisect_left(every, (end,))] if i[1] > start]
-            inside = [(max(a, start), min(b, end), does) for a, b, does in inside]
-            if not inside:
-                continue
-            gap = (inside[-1][1] - inside[0][0]) / 400
-            merged: list[tuple[float, float, str]] = []
-            for a, b, does in inside:
-                if merged and merged[-1][2] == does and a - merged[-1][1] <= gap:
-                    merged[-1] = merged[-1][0], b, does
-                elif b - a >= gap / 8 or not merged:
-                    merged.append((a, b, does))
-            found.append(
-                {
-                    "lane": lane,
-                    "start": [round(1000 * (a - start)) for a, _, _ in merged],
-                    "end": [round(1000 * (b - start)) for _, b, _ in merged],
-                    "what": [does for *_, does in merged],
-                }
-            )
-        return found
+    return {what: [rounded(of.get(n, 0.0)) for n in numbers] for what, of in seconds.items()}
 
 
 def _texts(path: Path, share: float) -> tuple[Json, list[str]]:
@@ -540,7 +333,7 @@ def _cell(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return _number(value)
+        return rounded(value)
     chat = isinstance(value, str) or name in ("prompt", "completion")
     text = as_text(value) if chat else json.dumps(value, ensure_ascii=False)
     if len(text) > MOST_TEXT_OF_ONE:
@@ -551,4 +344,4 @@ def _cell(name: str, value: Any) -> Any:
 def _schedule(row: Any) -> list[Any]:
     of = row.outcome
     shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
-    return [row.name, *map(_number, (of.seconds, of.decode_steps, *shares, of.peak_kv))]
+    return [row.name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]

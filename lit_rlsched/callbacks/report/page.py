@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.report.collect import COMPARED, ENDS
+from lit_rlsched.callbacks.report.collect import COMPARED
+from lit_rlsched.callbacks.report.timelines import ENDS
 from lit_rlsched.text import printable
 
 FORBIDDEN = "default-src 'none'; base-uri 'none'; form-action 'none'"

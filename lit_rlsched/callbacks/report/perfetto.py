@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.report.collect import ENDS
+from lit_rlsched.callbacks.report.timelines import ENDS
 
 LANES, SLOTS = 1, 2
 """Rows of trainer and engines, and rows of slots, of the first run."""
