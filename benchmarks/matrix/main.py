@@ -11,6 +11,7 @@ configuration that `lit-rlsched simulate` recommends for them. Engine and traine
 a core each. The held-out accuracy of one run of few rounds has a standard error of 0.04 to 0.08.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,7 +81,7 @@ def options_of(row: Simulated) -> tuple[str, ...]:
     return tuple(map(written, row.of.options)) if row.of else ()
 
 
-def run(row: Simulated | None, folder: Path, rounds: int, seed: int) -> None:
+def run(row: Simulated | None, folder: Path, rounds: int, prompts: int, seed: int) -> None:
     """Train with a combination, as its configuration says; `None` is the plain run."""
     overlay = folder.with_suffix(".yaml")
     overlay.parent.mkdir(parents=True, exist_ok=True)
@@ -93,14 +94,14 @@ def run(row: Simulated | None, folder: Path, rounds: int, seed: int) -> None:
         "seed_everything": seed,
         "data.engine": "ProcessEngine",
         "data.engine.engine": "VLLMEngine",
+        "data.prompts_per_round": prompts,
         "trainer.max_epochs": rounds,
         "trainer.check_val_every_n_epoch": rounds,
         "trainer.num_sanity_val_steps": 0,
         "trainer.default_root_dir": folder,
     }
     command += [f"--{name}={value}" for name, value in given.items()]
-    environment = {**ENVIRONMENT, "PATH": str(Path(sys.executable).parent)}
-    subprocess.run(command, check=True, env=environment, cwd=results.ROOT)
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, cwd=results.ROOT)
     (folder / "complete").touch()
 
 
@@ -201,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = results.parser("matrix", __doc__)
     parser.add_argument("--real", type=int, default=10, help="combinations that are really run")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each real run")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of each of its rounds")
     parser.add_argument("--most", type=int, default=3, help="callbacks of a combination")
     parser.add_argument("--simulated-rounds", type=int, default=12, help="after the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="seed of each real run")
@@ -214,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def done(row: Simulated | None, name: str) -> Path:
         folder = runs / name
         if not (folder / "complete").exists():
-            run(row, folder, options.rounds, options.seed)
+            run(row, folder, options.rounds, options.prompts, options.seed)
         return folder
 
     plain_run = done(None, "plain")
