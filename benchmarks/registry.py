@@ -55,7 +55,7 @@ BENCHMARKS = {
     ),
     "matrix": Benchmark(
         "which callbacks go together, simulated; the ten most useful on a real chat model",
-        60,
+        100,
         "pairs and triples",
         on="2 cores",
         resumes=True,

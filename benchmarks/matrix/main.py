@@ -106,17 +106,24 @@ def run(row: Simulated | None, folder: Path, rounds: int, prompts: int, seed: in
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Return what a run has measured, of a round from the second on.
+    """Return what a run has measured from the end of its first rollout to that of the last one.
 
-    Seconds are those from the end of a rollout to the end of the next one.
+    Seconds and slot-steps are those for each update's worth of prompts: a round of
+    `SortedBatching` trains on more.
     """
-    rounds = Traces(folder).rows("rounds")
+    traces = Traces(folder)
+    rounds = traces.rows("rounds")
+    groups = {
+        (row["round"], row["request"].rpartition("/")[0])
+        for row in traces.rows("completions")
+        if row["round"] > rounds[0]["round"]
+    }
+    updates = len(groups) / traces.about["prompts_per_round"]
     metrics = [dict(row["metrics"]) for row in rounds]
     validations = [row for row in read_run(folder) if "val/mean@4" in row]
-    laps = len(rounds) - 1
     return {
-        "seconds": (rounds[-1]["clock"] - rounds[0]["clock"]) / laps,
-        "slot_steps": fmean(of["rollout/slot_steps"] for of in metrics[1:]),
+        "seconds": (rounds[-1]["clock"] - rounds[0]["clock"]) / updates,
+        "slot_steps": sum(of["rollout/slot_steps"] for of in metrics[1:]) / updates,
         "idle_share": fmean(of["rollout/bubble_ratio"] for of in metrics[1:]),
         "length_bias": metrics[-1].get("pool/trained_over_drawn_length", 1.0),
         "staleness": fmean(of.get("staleness/mean", 0.0) for of in metrics[1:]),
