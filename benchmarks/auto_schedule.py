@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import results
 from benchmarks.papers.rows import LENGTHS
 from lit_rlsched.callbacks import AutoSchedule
-from lit_rlsched.cli.simulate import DEFAULTS, facts_of
+from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
@@ -65,7 +65,7 @@ def run(
         Seconds of a prompt with the callback, those with each candidate, and what it has chosen.
     """
     sizes = {"prompts_per_round": PROMPTS, "num_generations": GENERATIONS}
-    facts = facts_of({**DEFAULTS, **sizes, "max_completion_length": LIMIT})
+    facts = facts_of({**sizes, "max_completion_length": LIMIT})
     auto, schedule = AutoSchedule(constraints), Schedule(FullRound(PROMPTS))
     auto.apply(schedule, facts)
     chosen = [auto.candidates[0].name]

@@ -24,7 +24,7 @@ from benchmarks import results
 from benchmarks.common import ENVIRONMENT, run_module
 from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, UPDATES
 from benchmarks.papers.rows import LENGTHS, MODEL
-from lit_rlsched.cli.simulate import DEFAULTS, facts_of
+from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
@@ -74,7 +74,7 @@ def simulated(
         "num_generations": row.generations,
         "max_completion_length": LIMIT,
     }
-    facts = facts_of({**DEFAULTS, **sizes})
+    facts = facts_of(sizes)
     schedule = make_schedule(row.callbacks(), facts)
     prompts = [
         Prompt(str(place), "", LengthOnly(work.prompt_tokens[place]))  # type: ignore[arg-type]

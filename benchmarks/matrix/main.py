@@ -29,29 +29,13 @@ from benchmarks.papers.rows import MODEL
 from lit_rlsched.callbacks.candidates import PLAIN, breaks, wanted_of, written
 from lit_rlsched.callbacks.pictures.comparison import read_run
 from lit_rlsched.callbacks.pictures.style import BLUE, GREEN, GREY, figure_of
-from lit_rlsched.callbacks.what_if import Setting, Simulated, about_of, plain_of
-from lit_rlsched.cli.simulate import DEFAULTS, facts_of
+from lit_rlsched.callbacks.what_if import Simulated, about_of, plain_of, what_if
+from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.simulation.costs import calibrated
-from lit_rlsched.simulation.pipeline import Machine
-from lit_rlsched.simulation.workload import Workload
 
 PAYS = 0.98
 """A combination is useful if it takes at most this share of the seconds of its parts."""
 EXACT = ("on_policy", "unbiased")
-
-
-def simulated(traces: Traces, most: int, rounds: int) -> list[Simulated]:
-    """Simulate all combinations of at most `most` callbacks on the lengths and costs of a run."""
-    about = {**DEFAULTS, **about_of(traces)}
-    setting = Setting(
-        about,
-        Workload.of_run(traces),
-        calibrated(traces),
-        Machine(about["slots"], about["engines"]),
-        rounds,
-    )
-    return setting.ours(facts_of(about), most)
 
 
 def useful(rows: Sequence[Simulated], number: int) -> list[Simulated]:
@@ -227,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return folder
 
     plain_run = done(None, "plain")
-    rows = simulated(Traces(plain_run), options.most, options.simulated_rounds)
+    traces = Traces(plain_run)
+    facts = facts_of(about_of(traces))
+    rows = what_if(traces, facts, options.most, options.simulated_rounds)
     plain = plain_of(rows)
     assert plain is not None
     real: dict[str, dict[str, Any]] = {PLAIN: measured(plain_run)}

@@ -89,12 +89,13 @@ def beside(facts: RunFacts) -> RunFacts:
     return replace(facts, settings=settings, callbacks=frozenset())
 
 
-def what_if(traces: Traces, facts: RunFacts, rounds: int = 8) -> list[Simulated]:
-    """Simulate each callback alone on the lengths and costs of a run.
+def what_if(traces: Traces, facts: RunFacts, most: int = 1, rounds: int = 8) -> list[Simulated]:
+    """Simulate our callbacks, alone and combined, on the lengths and costs of a run.
 
     Args:
         traces: Its traces.
         facts: Facts about it.
+        most: Callbacks of a combination.
         rounds: Rounds that count.
 
     Returns:
@@ -105,7 +106,7 @@ def what_if(traces: Traces, facts: RunFacts, rounds: int = 8) -> list[Simulated]
         return []  # of an engine whose clock is virtual
     machine = Machine(about["slots"], about["engines"])
     setting = Setting(about, Workload.of_run(traces), calibrated(traces), machine, rounds)
-    return setting.ours(beside(facts), most_callbacks=1)
+    return setting.ours(beside(facts), most)
 
 
 def plain_of(rows: Sequence[Simulated]) -> Outcome | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from lit_rlsched.callbacks.report import FILE, run_data, write_report
 from lit_rlsched.callbacks.report.perfetto import write_trace
 from lit_rlsched.callbacks.what_if import about_of
-from lit_rlsched.cli.simulate import DEFAULTS, facts_of
+from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
@@ -31,12 +31,8 @@ def report(
         raise UsageError(f"`--out {out}`: use a name in .html.")
     if perfetto is not None and not perfetto.endswith((".json", ".json.gz")):
         raise UsageError(f"`--perfetto {perfetto}`: use a name in .json or .json.gz.")
-    data = []
-    for run in runs:
-        traces = Traces(run)
-        facts = facts_of({**DEFAULTS, **about_of(traces)})
-        data.append(run_data(run, facts, share=1 / len(runs)))
-    folder = Traces(runs[0]).folder.parent if len(runs) == 1 else Path()
+    data = [run_data(run, facts_of(about_of(Traces(run))), share=1 / len(runs)) for run in runs]
+    folder = Path(data[0]["folder"]) if len(runs) == 1 else Path()
     page = folder / FILE if out is None else Path(out)
     write_report(page, data)
     return page, None if perfetto is None else write_trace(perfetto, data)

@@ -260,7 +260,12 @@ def _workload(
 
 
 def facts_of(about: Mapping[str, Any]) -> RunFacts:
-    """Return facts about a run of these sizes, whose engine decodes beside the update."""
+    """Return facts about a run of these sizes, whose engine decodes beside the update.
+
+    Args:
+        about: Sizes, as in the traces of a run; `DEFAULTS` gives those that are not there.
+    """
+    about = {**DEFAULTS, **about}
     sizes = (
         *("prompts_per_round", "num_generations", "steps_per_round", "num_iterations"),
         "max_completion_length",

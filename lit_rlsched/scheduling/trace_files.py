@@ -3,7 +3,7 @@
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,7 +93,7 @@ class TraceWriter:
                         self.write(table, part.first, number - 1, _before(part.path, number))
                     part.path.unlink()
         text = json.dumps({"format": FORMAT, **about}, indent=1)
-        _whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
+        write_whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
 
     def add(self, number: int, tables: Mapping[str, "pa.Table"]) -> None:
         """Write the rows of a round, each table with its number as the first column."""
@@ -109,7 +109,7 @@ class TraceWriter:
 
         path = self._folder / name / f"{first:06}-{last:06}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _whole(path, lambda at: pq.write_table(table, at))
+        write_whole(path, lambda at: pq.write_table(table, at))
 
     def _merge(self, name: str) -> None:
         import pyarrow as pa
@@ -136,7 +136,7 @@ class TraceWriter:
             part.path.unlink()
 
 
-def _whole(path: Path, write: Any) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file, which replaces the one at `path` once it is whole."""
     unfinished = path.with_name(f".{path.name}.tmp")  # other readers of the folder skip it
     write(unfinished)

@@ -22,7 +22,7 @@ from lit_rlsched.callbacks.pictures.style import (
     figure_of,
 )
 from lit_rlsched.run.record import measured
-from lit_rlsched.run.saving.run_folder import full_name_of
+from lit_rlsched.run.saving.run_folder import names_of
 from lit_rlsched.settings import UsageError
 
 Row = dict[str, float]
@@ -53,10 +53,8 @@ def compare(runs: Sequence[str | Path], out: str | Path = "comparison.png") -> P
     if Path(out).suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"`out={out}`: use a name in .png, .svg or .pdf.")
     folders = [Path(run) for run in runs]
-    names = [full_name_of(folder) for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    figure = comparison({n: read_run(f) for n, f in zip(names, folders, strict=True)})
+    pairs = zip(names_of(folders), folders, strict=True)
+    figure = comparison({name: read_run(folder) for name, folder in pairs})
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return Path(out)

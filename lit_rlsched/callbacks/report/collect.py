@@ -12,7 +12,7 @@ import numpy as np
 
 from lit_rlsched.callbacks.pictures.comparison import ROUND, TIME, read_run
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
-from lit_rlsched.callbacks.what_if import about_of, first, what_if
+from lit_rlsched.callbacks.what_if import Simulated, about_of, first, what_if
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.scheduling.timeline import TRAINER
@@ -121,7 +121,7 @@ def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _missing(
-    traces: Traces, rounds: Sequence[Mapping[str, Any]], timelines: Sequence[Json]
+    traces: Traces, rounds: Sequence[Mapping[str, Any]], lines: Sequence[Json]
 ) -> list[str]:
     """Say what the traces do not have, or not as a reader expects it."""
     said, begin = [], rounds[0]["round"]
@@ -132,7 +132,7 @@ def _missing(
                 f"Of {name} the traces have rounds from {oldest} on: the older ones were deleted "
                 "to keep the traces small."
             )
-    if timelines and all(row["began"] is None for row in rounds):
+    if lines and all(row["began"] is None for row in rounds):
         said.append(
             "The engine's clock is simulated: seconds of timelines, idle slot-time and tokens a "
             "second are made up."
@@ -175,14 +175,13 @@ def _metrics(
         measured = {row["step"] for row in record.validations}
         validations = {step: row for step, row in validations.items() if step in measured}
     found = [{"round": number, **of[number]} for number in sorted(of)]
-    kept = [row for _, row in sorted(validations.items()) if row["round"] in (0, *of)]
-    return found, kept
+    return found, [row for _, row in sorted(validations.items()) if row["round"] in (0, *of)]
 
 
 def _accuracies(validations: Sequence[Json]) -> list[str]:
     names = {name for row in validations for name in row}
-    kept = [n for n in sorted(names) if n == "val/greedy_accuracy" or n.startswith("val/mean@")]
-    return ["round", "seconds", *(kept or ["val/accuracy"])]
+    exact = [n for n in sorted(names) if n == "val/greedy_accuracy" or n.startswith("val/mean@")]
+    return ["round", "seconds", *(exact or ["val/accuracy"])]
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Json:
@@ -341,7 +340,7 @@ def _cell(name: str, value: Any) -> Any:
     return text
 
 
-def _schedule(row: Any) -> list[Any]:
+def _schedule(row: Simulated) -> list[Any]:
     of = row.outcome
     shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
     return [row.name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]

@@ -33,7 +33,7 @@ function shown(value) {
 
 // ---------------------------------------------------------------- tables
 
-function table(columns, rows, { caption, search = false, chosen } = {}) {
+function table(columns, rows, { caption, search = false } = {}) {
   const area = make("div");
   let order = null, down = true, page = 0, words = "";
   const search_box = make("input", { type: "search", oninput: (e) => { words = e.target.value.toLowerCase(); page = 0; fill(); } });
@@ -60,7 +60,7 @@ function table(columns, rows, { caption, search = false, chosen } = {}) {
     if (order !== null) found.sort(compare);
     heads.forEach((head, i) => i === order ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort"));
     const part = found.slice(page * PAGE, (page + 1) * PAGE);
-    body.replaceChildren(...part.map((i) => make("tr", { class: chosen && chosen(i) ? "chosen" : null }, ...rows[i].map(cell_of))));
+    body.replaceChildren(...part.map((i) => make("tr", {}, ...rows[i].map(cell_of))));
     count.textContent = found.length ? `${page * PAGE + 1} to ${page * PAGE + part.length} of ${found.length.toLocaleString("en")}` : "Nothing found";
     before.disabled = page === 0;
     after.disabled = (page + 1) * PAGE >= found.length;
@@ -204,7 +204,6 @@ function timeline(parent) {
   const legend = make("ul", { class: "legend" }, ...data.ends.map((text, i) => make("li", {}, `${END_MARKS[i]} ${text}`)),
     make("li", {}, "▶ begins with tokens of an earlier round"), make("li", {}, "‖ paused, comes back later"), make("li", {}, "⚒ waits for its environment"));
   parent.append(make("div", { class: "controls" }, previous, slider, next, name), legend);
-  const lane_count = () => run.timelines[place]?.lanes.length || 0;
   const draw = chart(parent, {
     title: "What each slot decoded", height: 560,
     about: "A bar is a completion in a slot; neighbours of one colour belong to one prompt, and the pattern says how its time in this round ended. Below: what trainer and engines did until the next round began.",
@@ -251,7 +250,7 @@ function timeline(parent) {
         }
       });
       const step = Math.ceil(slots.length / 12), ticks = slots.map((_, i) => i).filter((i) => i % step === 0);
-      const lanes = lane_count(), split = lanes ? Math.min(0.4, 0.06 * lanes + 0.06) : 0;
+      const lanes = of.lanes.length, split = lanes ? Math.min(0.4, 0.06 * lanes + 0.06) : 0;
       return { traces, reversed: true, layout: {
         barmode: "overlay", xaxis: { title: { text: "seconds since the first decode step" }, anchor: lanes ? "y2" : "y" },
         yaxis: { title: { text: "slot" }, domain: [split, 1], autorange: "reversed", tickvals: ticks, ticktext: ticks.map((i) => slots[i]) },

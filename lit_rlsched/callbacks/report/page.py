@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import html
 import json
-import os
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -14,12 +13,12 @@ from typing import Any
 
 from lit_rlsched.callbacks.report.collect import COMPARED
 from lit_rlsched.callbacks.report.timelines import ENDS
+from lit_rlsched.run.saving.run_folder import names_of
+from lit_rlsched.scheduling.trace_files import write_whole
 from lit_rlsched.text import printable
 
 FORBIDDEN = "default-src 'none'; base-uri 'none'; form-action 'none'"
 """Nothing is loaded from anywhere, and nothing is sent."""
-
-
 MOST_BYTES = 10_000_000
 """Size of a page."""
 
@@ -32,8 +31,9 @@ def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
         runs: What `run_data` returns, of each run.
         made: A sentence about when the report was made.
     """
-    runs = [{**run, "name": name} for run, name in zip(runs, distinct_names(runs), strict=True)]
-    data: dict[str, Any] = {"title": f"Report of {', '.join(run['name'] for run in runs)}"}
+    names = names_of([Path(run["folder"]) for run in runs])
+    runs = [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
+    data: dict[str, Any] = {"title": f"Report of {', '.join(names)}"}
     data |= {"made": made, "notes": notes(runs), "ends": ENDS, "runs": runs}
     script = _own("page.js")
     allowed = " ".join(f"'sha256-{_digest(of)}'" for of in (plotly(), script))
@@ -50,9 +50,7 @@ def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
     for piece in pieces[1:]:
         name, _, after = piece.partition("}}")
         whole += parts[name] + after
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(whole, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, lambda at: at.write_text(whole, encoding="utf-8"))
 
 
 def _packed(data: dict[str, Any], most: int) -> str:
@@ -70,12 +68,6 @@ def _packed(data: dict[str, Any], most: int) -> str:
             run["timelines"] = timelines[::-2][::-1] if len(timelines) > 1 else []
             half = rows[1::2]
             run["completions"] = {**run["completions"], "rows": half, "shown": len(half)}
-
-
-def distinct_names(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the names of the runs; their folders if two have the same name."""
-    names = [run["name"] for run in runs]
-    return names if len({*names}) == len(names) else [run["folder"] for run in runs]
 
 
 def notes(runs: Sequence[dict[str, Any]]) -> list[str]:

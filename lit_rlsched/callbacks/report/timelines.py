@@ -72,13 +72,15 @@ def timelines(traces: Traces, rounds: Sequence[Mapping[str, Any]], share: float)
     lanes = _Lanes(traces)
     began = {row["round"]: row["began"] for row in rounds if row["began"] is not None}
     of_lanes: dict[int, list[Json]] = {}
-    sizes = {}
-    for number, part in parts.items():
-        if number in began:
-            later = min((at for n, at in began.items() if n > number), default=math.inf)
-            of_lanes[number] = lanes.between(began[number], later)
-        beside = sum(len(lane["what"]) for lane in of_lanes.get(number, ()))
-        sizes[number] = min(part.num_rows, MOST_SPANS_OF_ROUND) + beside
+    later = math.inf
+    for number in sorted(began, reverse=True):
+        of_lanes[number] = lanes.between(began[number], later)
+        later = min(later, began[number])
+    sizes = {
+        number: min(part.num_rows, MOST_SPANS_OF_ROUND)
+        + sum(len(lane["what"]) for lane in of_lanes.get(number, ()))
+        for number, part in parts.items()
+    }
     numbers, newest = kept(sizes, share * MOST_SPANS), max(parts)
     fates, last = _seen(traces, [parts[number] for number in numbers])
     found = []
