@@ -263,6 +263,7 @@ class Run:
                     completion.token_ids.append(9)
                     completion.logprobs.append(-0.5)
                     self.replaced += 1
+                    audit.drawn += 1
                 n = len(completion.token_ids)
                 self.kept[group.id, completion.index, version] = n
                 completion.segments = [(version, n)]

@@ -83,8 +83,13 @@ def written(option: Option) -> str:
     return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
-def options(num_generations: int) -> list[Option]:
-    """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
+def options(num_generations: int, turns: int | None = None) -> list[Option]:
+    """Return the callbacks that schedules are made of, at settings that have paid somewhere.
+
+    Args:
+        num_generations: Completions of a prompt.
+        turns: Those of `InFlightUpdates`, if not its default.
+    """
     found: list[Option] = [
         (LengthPrediction, {}),
         (MicroGroupSampling, {"order": "least_attained"}),
@@ -97,7 +102,7 @@ def options(num_generations: int) -> list[Option]:
         (DrainFilling, {}),
         (AheadRollout, {"correction": "verify"}),
         (AheadRollout, {"correction": "importance"}),
-        (InFlightUpdates, {}),
+        (InFlightUpdates, {} if turns is None else {"turns": turns}),
         (StreamedTraining, {}),
     ]
     if num_generations > 2:
@@ -166,14 +171,15 @@ def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) ->
     )
 
 
-def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
+def candidates(facts: RunFacts, most: int = 2, turns: int | None = None) -> Iterator[Candidate]:
     """Yield all combinations of at most `most` callbacks that the run allows, the plain one first.
 
     Args:
         facts: Facts about the run.
         most: Number of callbacks.
+        turns: See `options`.
     """
-    every = options(facts.settings.num_generations)
+    every = options(facts.settings.num_generations, turns)
     for number in range(most + 1):
         for chosen in combinations(every, number):
             if (found := candidate(chosen, facts)) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidates
+from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidate, candidates
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.simulation.costs import Costs, calibrated
@@ -59,8 +59,18 @@ class Setting:
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that go together."""
-        found = candidates(facts, most_callbacks)
+        found = candidates(facts, most_callbacks, self._turns(facts))
         return [Simulated(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
+
+    def _turns(self, facts: RunFacts) -> int | None:
+        """Return the decode steps of an optimizer step: then its weights are there to go in."""
+        plain = candidate((), facts)
+        if plain is None:
+            return None
+        outcome = self._outcome(plain.schedule)
+        updates = self.about["steps_per_round"] * self.about["num_iterations"]
+        took = outcome.total("decoding") / max(1.0, outcome.total("decode_steps"))
+        return max(1, round(outcome.total("update") / len(outcome.rounds) / updates / took))
 
     def peers(self) -> list[Simulated]:
         """Simulate the rules of other packages."""
@@ -89,7 +99,13 @@ def beside(facts: RunFacts) -> RunFacts:
     return replace(facts, settings=settings, callbacks=frozenset())
 
 
-def what_if(traces: Traces, facts: RunFacts, most: int = 1, rounds: int = 8) -> list[Simulated]:
+def what_if(
+    traces: Traces,
+    facts: RunFacts,
+    most: int = 1,
+    rounds: int = 8,
+    slowdown: float | None = None,
+) -> list[Simulated]:
     """Simulate our callbacks, alone and combined, on the lengths and costs of a run.
 
     Args:
@@ -97,6 +113,7 @@ def what_if(traces: Traces, facts: RunFacts, most: int = 1, rounds: int = 8) -> 
         facts: Facts about it.
         most: Callbacks of a combination.
         rounds: Rounds that count.
+        slowdown: See `Machine`.
 
     Returns:
         The simulations; none if the run has too little to learn costs from.
@@ -104,7 +121,7 @@ def what_if(traces: Traces, facts: RunFacts, most: int = 1, rounds: int = 8) -> 
     about = about_of(traces)
     if not traces.table("steps").num_rows or "slots" not in about:
         return []  # of an engine whose clock is virtual
-    machine = Machine(about["slots"], about["engines"])
+    machine = Machine(about["slots"], about["engines"], slowdown)
     setting = Setting(about, Workload.of_run(traces), calibrated(traces), machine, rounds)
     return setting.ours(beside(facts), most)
 

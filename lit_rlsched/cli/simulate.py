@@ -43,6 +43,8 @@ def calibrate(run: str) -> str:
     lines = [
         *(line for fit in costs.fits for line in _told(fit)),
         f"weight sync: {_seconds(costs.sync)}",
+        "decode steps beside an update: "
+        + (f"{costs.slowdown:.2f} times as long" if costs.slowdown else "none in this run"),
         f"verification of drafts: {_seconds(costs.verify)} for each position",
         f"everything else in a round: {_seconds(costs.other)}",
         f"reward of a completion: {tail} (median, 95 %, 99 %, maximum)",
@@ -93,7 +95,7 @@ def simulate(
     max_completion_length: int | None = None,
     most_callbacks: int = 2,
     rounds: int = 12,
-    slowdown: float = 1.0,
+    slowdown: float | None = None,
     rank_correlation: float = 0.5,
     accepted: float = 0.95,
     seed: int = 0,
@@ -119,7 +121,7 @@ def simulate(
         most_callbacks: Callbacks of ours that are combined.
         rounds: Rounds that are simulated, after a few that do not count.
         slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
-            of their own, 2 if they share them.
+            of their own, 2 if they share them. By default what the trace shows, or 1.
         rank_correlation: How well lengths are predicted, from 0 to 1.
         accepted: Share of drafts that the next policy accepts whole.
         seed: Seed of lengths from a distribution.
@@ -290,8 +292,9 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
     costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
     apart = "devices or cores of their own"
-    if of.slowdown != 1:
-        apart = f"the same ones, and take {of.slowdown:g} times as long while both work"
+    slowdown = of.slowdown or setting.costs.slowdown or 1.0
+    if slowdown != 1:
+        apart = f"the same ones, and take {slowdown:.2g} times as long while both work"
     return (
         f"Simulated: {setting.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
         f"{of.slots} slots, lengths up to {min(every[-1], setting.work.limit):,} (median "

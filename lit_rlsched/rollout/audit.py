@@ -39,6 +39,8 @@ class DraftAudit:
     """Tokens of drafts that were not accepted whole."""
     gap: float = 0.0
     """Sum over them of the difference between the log-probs of engine and trainer, 1 at most."""
+    drawn: int = 0
+    """Tokens that the verification drew: one after each prefix that it kept."""
 
     def __add__(self, other: "DraftAudit") -> "DraftAudit":
         return DraftAudit(*(getattr(self, n) + getattr(other, n) for n in self.__slots__))
@@ -242,7 +244,7 @@ class PoolAudit:
     slot_seconds: float = 0.0
     idle_slot_seconds: float = 0.0
     tokens: int = 0
-    """Decoded tokens."""
+    """Decoded tokens, and those that verifications drew."""
     carried_tokens: int = 0
     """Tokens in the pool when it began, which an earlier pool decoded."""
     returned_tokens: int = 0
@@ -261,7 +263,7 @@ class PoolAudit:
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
-        self.tokens += trace.tokens - harvest.draft_tokens
+        self.tokens += trace.tokens - harvest.draft_tokens + harvest.drafts.drawn
         self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
         self.discarded_tokens += harvest.discarded_tokens
         self.recovered_tokens += harvest.drafts.accepted_tokens

@@ -256,11 +256,12 @@ class RolloutController:
     def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
         """Submit the rest of each part once it is verified; return the samples finished since."""
         finished: list[Sample] = []
-        for part in verified_together(groups):
+        parts = verified_together(groups)
+        turns = [turns_beside(part, groups, verify.share, self.worker.slots) for part in parts]
+        for part, most in zip(parts, turns, strict=True):  # counted before drafts are verified
             self._heed()
             work = partial(verify.beside, part)
-            turns = turns_beside(part, verify.share, self.worker.slots)
-            for events in self.worker.during(work, turns):
+            for events in self.worker.during(work, most):
                 finished += self._take(events)
                 self.scorer.turn()
             samples = [Sample(g, c) for g in part for c in g.completions]

@@ -29,14 +29,23 @@ def draft_positions(groups: Sequence[Group]) -> int:
     return sum(len(g.prompt.token_ids) + len(d.token_ids) for g, d in drafts if d is not None)
 
 
-def turns_beside(groups: Sequence[Group], share: float, slots: int) -> int:
-    """Return the decode steps that the engine makes while the trainer verifies these groups.
+def turns_beside(part: Sequence[Group], groups: Sequence[Group], share: float, slots: int) -> int:
+    """Return the decode steps that the engine makes while the trainer verifies a part.
 
-    The next round has about as many tokens as this one. So if the verification is a share of what
-    the trainer computes in this round, the engine does the same share of the next one beside it.
+    The next round has about as many tokens as this one, so it takes about as many steps: those of
+    its longest draft, or of all tokens in all slots. If the verification is a share of what the
+    trainer computes in this round, the engine does the same share of the next one beside it.
+
+    Args:
+        part: Groups that are verified together.
+        groups: All groups of the round.
+        share: Share of the verification in what the trainer computes.
+        slots: Slots of all engines.
     """
-    tokens = sum(len(c.draft.token_ids) for g in groups for c in g.completions if c.draft)
-    return int(share * tokens) // slots
+    lengths = [len(c.draft.token_ids) for g in groups for c in g.completions if c.draft]
+    total = sum(lengths)
+    tokens = sum(len(c.draft.token_ids) for g in part for c in g.completions if c.draft)
+    return int(share * tokens * max(max(lengths), total / slots) / total) if total else 0
 
 
 def verified_together(groups: Sequence[Group]) -> list[list[Group]]:

@@ -17,6 +17,10 @@ FEWER = 1.01
 """A model with fewer terms is taken if its squared error is at most this many times the least."""
 FORWARD = 1 / 3
 """Share of a forward pass in the cost of an update's position: the backward pass is two of them."""
+ALONE, BESIDE = 0.1, 0.9
+"""Share of a window of decode steps in which the trainer computes: at most, and at least."""
+TRAINS = ("update", "gradients", "verify")
+"""What a trainer computes."""
 MOST_LATENCIES = 10_000
 
 
@@ -56,6 +60,8 @@ class Costs:
     """Seconds for each position of a pass that verifies drafts."""
     sync: float = 0.1
     """Seconds of a weight sync."""
+    slowdown: float | None = None
+    """How much longer decode steps take while the trainer computes; `None`: never measured."""
     other: float = 0.1
     """Seconds of a round that are none of these."""
     trained_share: float = 1.0
@@ -110,8 +116,66 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
-def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit]:
+def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the seconds `[N]` of each interval that lie in one of the others.
+
+    Args:
+        starts: `[N]`.
+        ends: `[N]`.
+        others: `[M, 2]`, starts and ends of intervals that do not overlap.
+    """
+    if not len(others):
+        return np.zeros(len(starts))
+    others = others[np.argsort(others[:, 0])]
+    lasted = others[:, 1] - others[:, 0]
+    total = np.cumsum(lasted)
+    edges, until = others.ravel(), np.stack([total - lasted, total], axis=1).ravel()
+    return np.interp(ends, edges, until) - np.interp(starts, edges, until)
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """When the trainer computed, and when each engine did not decode, on the run's clock."""
+
+    trainer: np.ndarray
+    """`[M, 2]`."""
+    idle: dict[int, np.ndarray]
+    """`[M, 2]` by engine."""
+    began: dict[int, float]
+    """Of the first step of each round."""
+
+    @classmethod
+    def of(cls, traces: Tables) -> "_Lanes":
+        computes, idle = [], dict[int, list[tuple[float, float]]]()
+        for row in traces.rows("intervals"):
+            span = row["start"], row["end"]
+            if row["lane"] == "trainer":
+                if row["what"] in TRAINS and not row["waits_for"]:
+                    computes.append(span)
+            elif row["lane"].startswith("engine ") and row["what"] != "decode":
+                idle.setdefault(int(row["lane"].split()[1]), []).append(span)
+        began = {row["round"]: row.get("began") or 0.0 for row in traces.rows("rounds")}
+        every = {engine: np.array(of) for engine, of in idle.items()}
+        return cls(np.array(computes).reshape(-1, 2), every, began)
+
+    def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the share of each window of steps in which the trainer computed."""
+        origin = np.array([self.began.get(n, 0.0) for n in columns["round"].tolist()])
+        starts, ends = columns["start"] + origin, columns["end"] + origin
+        return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
+
+    def waits(self, number: int, engine: int, start: float, end: float) -> float:
+        """Return the seconds in which an engine did not decode, between two moments of a round."""
+        at = self.began.get(number, 0.0)
+        edges = np.array([start + at]), np.array([end + at])
+        return float(seconds_beside(*edges, self.idle.get(engine, np.zeros((0, 2))))[0])
+
+
+def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
     """Fit the seconds of decode steps, with what passes between two of them.
+
+    If some steps were made while the trainer computed and some were not, the costs are those of a
+    step alone, and the third result says how much longer the others take.
 
     Args:
         traces: Tables of a run.
@@ -134,35 +198,65 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit]:
             f"`{traces.folder}`: every decode step has draft tokens, so what a plain one costs is "
             "not known. Give a run without `Speculation`."
         )
+    lanes = _Lanes.of(traces)
     model = {
         "base": columns["decode_steps"],
         "running": columns["running"],
         "kv": columns["kv_tokens"],
         "prefill": columns["prefill_tokens"],
     }
-    fits = {name: column[plain].astype(float) for name, column in model.items()}
-    terms = fitted(fits, columns["seconds"][plain])
+    share = lanes.beside(columns)
+    terms, slowdown = _alone_and_beside(model, columns["seconds"], share, plain)
+    longer = 1 + ((slowdown or 1.0) - 1) * share
     predicted: dict[int, float] = {}
     measured: dict[int, float] = {}
     gaps = []
     spans: dict[int, list[tuple[float, int, float]]] = {}
     for number in np.unique(columns["round"]).tolist():
-        for engine in np.unique(columns["engine"]):
+        for engine in np.unique(columns["engine"]).tolist():
             at = (columns["round"] == number) & (columns["engine"] == engine)
             if at.any():
                 seconds, steps = columns["seconds"][at].sum(), columns["steps"][at].sum()
-                span = columns["end"][at].max() - columns["start"][at].min()
+                start, end = columns["start"][at].min(), columns["end"][at].max()
+                span = end - start - lanes.waits(number, engine, start, end)
                 gaps.append((span - seconds) / steps)
-                steady = sum(terms[n] * model[n][at].sum() for n in model)
+                steady = sum((terms[n] * model[n] * longer)[at].sum() for n in model)
                 spans.setdefault(number, []).append((steady, steps, span))
-    gap = float(np.median(gaps))
+    gap = max(0.0, float(np.median(gaps)))
     for number, of_engines in spans.items():
         predicted[number] = max(steady + gap * steps for steady, steps, _ in of_engines)
         measured[number] = max(span for *_, span in of_engines)
     terms["base"] += gap
     error, worst = _errors(predicted, measured)
     fit = Fit("decode step", terms, int(columns["steps"].sum()), error, worst)
-    return StepCosts(terms["base"], terms["running"], terms["kv"], terms["prefill"]), fit
+    costs = StepCosts(terms["base"], terms["running"], terms["kv"], terms["prefill"])
+    return costs, fit, slowdown
+
+
+def _alone_and_beside(
+    model: Mapping[str, np.ndarray], seconds: np.ndarray, share: np.ndarray, plain: np.ndarray
+) -> tuple[dict[str, float], float | None]:
+    """Fit windows of steps; return the costs of a step alone, and the slowdown of the others.
+
+    Args:
+        model: What a window's seconds are proportional to, `[N]` each.
+        seconds: `[N]`.
+        share: `[N]`, of a window in which the trainer computes.
+        plain: `[N]`, which windows are used.
+    """
+
+    def of(which: np.ndarray, longer: np.ndarray) -> dict[str, float]:
+        terms = {name: (column * longer)[which].astype(float) for name, column in model.items()}
+        return fitted(terms, seconds[which])
+
+    alone, beside = plain & (share <= ALONE), plain & (share >= BESIDE)
+    enough = ALONE * seconds[plain].sum()
+    if min(seconds[alone].sum(), seconds[beside].sum()) < enough:
+        return of(plain, np.ones(len(seconds))), None
+    terms = of(alone, np.ones(len(seconds)))
+    predicted = sum(terms[name] * column[beside].sum() for name, column in model.items())
+    slowdown = max(1.0, float(seconds[beside].sum() / predicted)) if predicted else 1.0
+    return of(plain, 1 + (slowdown - 1) * share), slowdown
 
 
 @dataclass(slots=True)
@@ -172,6 +266,7 @@ class _Rounds:
     update: dict[int, float] = field(default_factory=dict)
     """Of the round's update, which ends in the next lap."""
     sync: dict[int, float] = field(default_factory=dict)
+    """Of one of its syncs."""
     verify: dict[int, float] = field(default_factory=dict)
     other: dict[int, float] = field(default_factory=dict)
 
@@ -185,8 +280,11 @@ class _Rounds:
             if row["what"] in ("update", "gradients"):
                 number -= row["what"] == "update"
                 into = self.update
+            elif row["what"] == "weights":
+                self.sync[number] = seconds
+                continue
             else:
-                into = {"weights": self.sync, "verify": self.verify}.get(row["what"], self.other)
+                into = self.verify if row["what"] == "verify" else self.other
             into[number] = into.get(number, 0.0) + seconds
         return self
 
@@ -247,8 +345,11 @@ def calibrated(traces: Tables) -> Costs:
     """
     rounds = _Rounds.of(traces.rows("intervals"))
     first = min([*rounds.other, *rounds.sync], default=0)
-    step, fit = step_fit(traces, first)
+    step, fit, slowdown = step_fit(traces, first)
     step = replace(step, cached=cached_share(traces))
+    last = max((row["round"] for row in traces.rows("rounds")), default=first)
+    if len(rounds.other) > 1:
+        rounds.other.pop(last + 1, None)  # what comes after the last round ends the run
     for of in (rounds.update, rounds.sync, rounds.verify, rounds.other):
         if len(of) > 1:
             of.pop(first, None)
@@ -262,6 +363,7 @@ def calibrated(traces: Tables) -> Costs:
         position,
         FORWARD * position,
         _median(rounds.sync),
+        slowdown,
         _median(rounds.other),
         share,
         tuple(sorted(latencies)[::every]),

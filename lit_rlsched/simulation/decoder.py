@@ -130,7 +130,7 @@ class Engines:
     def start_round(self, take_turns: bool = True, ahead: bool = True) -> None:
         """Begin at turn 0; nothing may run. See `Worker.start_round`."""
         self.turn = 0
-        self.row_steps = self.peak_kv = 0
+        self.row_steps = self.peak_kv = self.kv_steps = 0
         self.prefilled = 0.0
         self._ends: list[tuple[int, int, int, Item]] = []
         self._homes: dict[str, int] = {}
@@ -290,6 +290,7 @@ class Engines:
         engine.new = 0.0
         engine.kv += steps * running
         self.row_steps += steps * running
+        self.kv_steps += cached
         self.peak_kv = max(self.peak_kv, engine.kv)
 
     def _meet(self) -> None:

@@ -98,13 +98,15 @@ class Peer:
         """Return the schedule for an update of this many prompts."""
         schedule = Schedule(self.rule(update_prompts), ahead=self.ahead)
         if self.cache is not None:
-            schedule.in_flight = InFlight(cache=self.cache)
+            schedule.in_flight = InFlight("free", self.cache, ROUND_ENDS)
         if self.exact_lengths:
             schedule.slots = SlotSettings(order="longest_first")
             schedule.lengths = CalibratedPredictor(Oracle({"": 1}))
         return schedule
 
 
+ROUND_ENDS = 2**31
+"""More turns than any rollout has: its weights come once for each update, where a round ends."""
 OVERSAMPLING = 1.5
 STALENESS = 1
 """Maximum age, in updates, of AReaL's and prime-rl's rules here."""

@@ -25,9 +25,9 @@ class Machine:
     slots: int = 256
     """Slots of all engines, where the schedule sets none."""
     engines: int = 1
-    slowdown: float = 1.0
+    slowdown: float | None = None
     """How much longer engine and trainer take while both work. 1: each has its own device or core.
-    2: they share one, and nothing is gained."""
+    2: they share one, and nothing is gained. `None`: as the costs say, or 1."""
     rank_correlation: float = 0.5
     """How well lengths are predicted: 1 is perfect, 0 is chance."""
     accepted: float = 0.95
@@ -232,7 +232,7 @@ class Pipeline:
         drawn = self._drawn(number, drafts)
         rollout, update = self._rollout(drawn), self._update(drawn)
         beside = self._streamed(drawn, rollout, update)
-        seconds = rollout + update - beside + (self.machine.slowdown - 1) * beside
+        seconds = rollout + update - beside + (self._slowdown - 1) * beside
         return self._figures(drawn, number, seconds, rollout, update)
 
     def _ahead(self, rounds: int) -> list[SimulatedRound]:
@@ -242,7 +242,7 @@ class Pipeline:
         for number in range(rounds):
             following = self._drawn(number + 1)
             rollout, update = self._rollout(following), self._update(drawn)
-            seconds = self._overlapped(rollout, update)
+            seconds = self._in_flight(following, rollout, update)
             if not number:
                 seconds += self._rollout(drawn)
             version = number + (number > 0)  # the policy has made another step
@@ -250,19 +250,46 @@ class Pipeline:
             drawn = following
         return made
 
+    def _in_flight(self, drawn: Drawn, rollout: float, update: float) -> float:
+        """Seconds of a rollout beside an update, whose weights perhaps go into it.
+
+        Both wait for each other at these turns, except with `pace="free"`. Then all that runs is
+        prefilled again, unless caches are kept.
+        """
+        flying = self.schedule.in_flight
+        if flying is None or not drawn.turns:
+            return self._overlapped(rollout, update)
+        again = 0.0 if flying.cache == "keep" else self.costs.step.prefill * drawn.mean_kv
+        change = self.costs.sync + again / self.machine.engines
+        updates = self.steps_per_round * self.num_iterations
+        met = min(updates, (drawn.turns - 1) // flying.turns)
+        part, step = rollout * flying.turns / drawn.turns, update / updates
+        left = rollout - met * part, update - met * step
+        if flying.pace == "free":
+            return met * change + self._overlapped(rollout, update)
+        return met * (self._overlapped(part, step) + change) + self._overlapped(*left)
+
     def _ahead_verified(self, rounds: int) -> list[SimulatedRound]:
-        """Drafts of the next round go on beside the update, whose passes verify them."""
+        """Drafts of the next round go on beside the verification of this one and its update.
+
+        With streamed gradients the pass that trains on a completion verifies it, too.
+        """
         made = []
+        streams = self.schedule.streaming is not None
         for number in range(rounds):
             drawn = self._drawn(number, "go_on")
             assert drawn.drafts is not None
             rollout, update = self._rollout(drawn), self._update(drawn)
+            if streams:
+                drawn.verified = int((1 - self.costs.trained_share) * drawn.verified)
+            verification = self._verification(drawn)
             more = self._rounds.finish_drafts(drawn.drafts, number)
-            seconds = self._overlapped(rollout + more, update) if number else rollout
-            if not number:
-                seconds += self._overlapped(more, update)
-            drawn.verified = 0  # by the passes of the update
+            if streams and number:
+                seconds = self._overlapped(rollout + more, verification + update)
+            else:
+                seconds = rollout + verification + self._overlapped(more, update)
             figures = self._figures(drawn, number, seconds, rollout + more, update)
+            figures.around += verification
             figures.steps_beside = self._rounds.engines.turn - drawn.turns
             made.append(figures)
         return made
@@ -270,11 +297,16 @@ class Pipeline:
     def _overlapped(self, rollout: float, update: float) -> float:
         """Seconds of a rollout and an update that begin at the same time."""
         shorter, longer = sorted((rollout, update))
-        return max(longer, longer + (self.machine.slowdown - 1) * shorter)
+        return longer + (self._slowdown - 1) * shorter
 
-    def _around(self, drawn: Drawn) -> float:
-        """Seconds of a round besides rollout and update."""
-        return self.costs.sync + self.costs.other + self.costs.verify * drawn.verified
+    @property
+    def _slowdown(self) -> float:
+        return self.machine.slowdown or self.costs.slowdown or 1.0
+
+    def _verification(self, drawn: Drawn) -> float:
+        """Seconds of the passes that verify drafts: one more, or two, over those that are cut."""
+        passes = 2 if self.schedule.ahead and self.schedule.streaming is not None else 1
+        return self.costs.verify * (drawn.verified + passes * drawn.cut)
 
     def _rollout(self, drawn: Drawn) -> float:
         """Seconds until the last score that the round waits for."""
@@ -334,7 +366,9 @@ class Pipeline:
                 if author != ENVIRONMENT:
                     tokens += n
                     stale += n * (author < version)
-        around = self._around(drawn)
+        around = self.costs.sync + self.costs.other
+        if self.schedule.ahead != "verify":
+            around += self._verification(drawn)
         return SimulatedRound(
             seconds + around,
             rollout,

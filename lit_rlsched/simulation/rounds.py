@@ -44,8 +44,12 @@ class Drawn:
     """From the first step to the last."""
     prefilled: float
     peak_kv: int
+    mean_kv: float
+    """Mean tokens in the caches of all engines, over the decode steps."""
     verified: int
     """Positions of drafts, prompts included, that were verified before the round."""
+    cut: int
+    """Those of drafts that were not accepted whole."""
     ended: dict[str, float]
     """Seconds of the round in which each request ended."""
     drafts: "Drafts | None" = None
@@ -117,7 +121,10 @@ class SimulatedRounds:
             return None
         before = put_off_old(groups, version, rule)
         stale = restart_stale(groups, version, rule)
-        verified = sum(self._verify(group, version) for group in groups)
+        verified = cut = 0
+        for group in groups:
+            of_drafts, of_cut = self._verify(group, version)
+            verified, cut = verified + of_drafts, cut + of_cut
         give_scores_back(before)
         following = None
         if drafts is not None:
@@ -137,7 +144,9 @@ class SimulatedRounds:
             seconds,
             engines.prefilled,
             engines.peak_kv,
+            engines.kv_steps / max(1, engines.turn),
             verified,
+            cut,
             decoding.ended,
         )
         planner.pool.settle(groups, harvest.left)
@@ -169,20 +178,26 @@ class SimulatedRounds:
         drafts.following.put_off()
         self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
 
-    def _verify(self, group: Group, version: int) -> int:
-        """Turn the group's drafts into completions; return the positions of the pass."""
-        positions = 0
+    def _verify(self, group: Group, version: int) -> tuple[int, int]:
+        """Turn the group's drafts into completions.
+
+        Returns:
+            Positions of all drafts, and of those that are not accepted whole.
+        """
+        positions = cut = 0
         for completion in group.completions:
             if (draft := completion.draft) is None:
                 continue
             completion.draft = None
             tokens, sample = len(draft.token_ids), Sample(group, completion)
-            positions += len(group.prompt.token_ids) + tokens
+            own = len(group.prompt.token_ids) + tokens
+            positions += own
             chance = (stable_hash(sample.id, version) % 2**20) / 2**20
             if chance >= self.accepted:  # uniform in what is left of the interval
+                cut += own
                 tokens = int(tokens * (chance - self.accepted) / (1 - self.accepted))
             grow(completion, tokens, version, tokens >= self._total(sample, tokens))
-        return positions
+        return positions, cut
 
     def _total(self, sample: Sample, least: int) -> int:
         """Tokens of a completion when it ends, `least` or more."""

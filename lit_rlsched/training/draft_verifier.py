@@ -153,8 +153,9 @@ class Drafts:
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
-        drawn = len(finite) - len(whole)  # a token after what is kept of each
-        audit.accepted_tokens = sum(len(t.sample.completion.token_ids) for t in finite) - drawn
+        audit.drawn = len(finite) - len(whole)
+        kept = sum(len(one.sample.completion.token_ids) for one in finite)
+        audit.accepted_tokens = kept - audit.drawn
         for one in finite:
             one.become(one.sample.completion, version, eos_token_ids)
             if one.sample.completion.finished and one.is_accepted:

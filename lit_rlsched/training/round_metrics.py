@@ -181,12 +181,12 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """Metrics of discarded tokens and of attempts per prompt."""
     assert round.trace is not None
     earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens - harvest.draft_tokens
+    drawn = round.trace.tokens + harvest.drafts.drawn + earlier
     discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
         # stale tokens and drafts were drawn in earlier rounds
-        "rollout/useful_token_share": 1
-        - discarded / max(1, round.trace.tokens + earlier, discarded),
+        "rollout/useful_token_share": 1 - discarded / max(1, drawn, discarded),
         "rollout/discarded_tokens": discarded,
         "rollout/restarts": len(harvest.stale) + len(harvest.unfinished),
         "rollout/attempts/mean": fmean(attempts),

@@ -282,6 +282,14 @@ def test_drafts_of_an_earlier_pool_by_hand():
     assert audit.metrics()["pool/useful_token_share"] == 3 / (2 + 4)
 
 
+def test_a_token_that_the_verification_drew_may_be_discarded():
+    """Of a draft of 8 tokens 1 is kept and another drawn, which makes 9; these two are lost."""
+    audit, drafts = PoolAudit(carried_tokens=8), DraftAudit(8, 1, drawn=1)
+    lost = Harvest([], [], [], [Attempt(2, False)], drafts=drafts)
+    audit.add(lost, RolloutTrace(1))
+    assert audit.metrics()["pool/useful_token_share"] == 0 == 9 - lost.discarded_tokens
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
     lost = group("a", completion(0, (4, 3), reason="stop"), completion(1, (4, 2)), Completion(2))

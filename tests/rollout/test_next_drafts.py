@@ -86,7 +86,7 @@ def test_drafts_fill_the_drain(own, later):
 
 @given(LENGTHS, LENGTHS, st.integers(2, 6), st.sampled_from([1, 2]), st.data())
 def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, data):
-    """A quarter of the turns in which all slots would draw as many tokens."""
+    """A quarter of the turns that the next round needs: of the longest draft, or of all tokens."""
     kept = [data.draw(st.integers(1, length)) for length in own]
     session, groups, drafts = started(own, later, slots, engines)
     for group, length in zip(groups, own, strict=True):
@@ -118,8 +118,9 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
     if engines == 1 and len(rest) + len(later) <= slots:  # no completion waits
         step, last, drafts_end = 0, 0, max(later)
         for part in parts:
-            share = sum(own[int(name[1:])] for name in part) // 4
-            step = min(step + share // slots, max(step, last, drafts_end))
+            share = sum(own[int(name[1:])] for name in part) / 4 / sum(own)
+            turns = int(share * max(max(own), sum(own) / slots))
+            step = min(step + turns, max(step, last, drafts_end))
             last = max([last, *(step + rest[name] for name in part if name in rest)])
         assert during.decode_steps == max(step, last)
 

@@ -19,10 +19,13 @@ def group(name, lengths):
     return Group(name, Prompt(name, "", (2, 3)), Sampling(16), completions)
 
 
-def test_the_engine_makes_its_share_of_the_steps_that_the_drafted_tokens_need():
-    groups = [group("a", [40, 0, 21]), group("b", [39])]  # prompts do not count
-    assert turns_beside(groups, 1.0, 10) == 10 and turns_beside(groups, 0.25, 10) == 2
-    assert turns_beside(groups, 1.0, 101) == 0 == turns_beside([], 1.0, 1)
+def test_the_engine_makes_its_share_of_the_steps_that_the_next_round_needs():
+    groups = [group("a", [40, 0, 20]), group("b", [39])]  # prompts do not count
+    for slots, steps in ((1, 99), (2, 49), (10, 40), (999, 40)):  # 40: those of the longest draft
+        assert turns_beside(groups, groups, 1.0, slots) == steps
+    assert turns_beside(groups, groups, 0.25, 10) == 10
+    assert turns_beside(groups[:1], groups, 1.0, 10) == 40 * 60 // 99
+    assert turns_beside([], groups, 1.0, 1) == 0 == turns_beside([], [], 1.0, 1)
 
 
 @example([[0, 1], [0]])

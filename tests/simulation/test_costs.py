@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted
+from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, seconds_beside
 from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
 
 
@@ -40,14 +40,20 @@ def test_no_coefficient_is_below_zero_and_equals_are_not_split():
 COSTS = StepCosts(0.02, 0.001, 1e-6, 2e-5)
 
 
-def write_run(folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0):
-    """A run of six rounds whose seconds follow from known costs."""
+def write_run(
+    folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0, beside=None, waits=0.0
+):
+    """A run of six rounds whose seconds follow from known costs.
+
+    With `beside` every second rollout is beside a verification, and its steps take so many times as
+    long. Before each step the engine waits for so many seconds.
+    """
     chance = np.random.default_rng(0)
     writer = TraceWriter(folder / "traces")
     writer.begin(1, {"reward_workers": 2, "max_completion_length": 400})
     for number in range(1, 7):
         lengths = chance.integers(5, 300, 20)
-        trace, now = RolloutTrace(8), 0.0
+        trace, now, pauses = RolloutTrace(8), 0.0, []
         running: dict[int, int] = {}
         left = [*enumerate(lengths.tolist())]
         while left or running:
@@ -57,6 +63,10 @@ def write_run(folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0)
             took = COSTS.base + COSTS.running * len(running) + COSTS.kv * cached
             took += COSTS.prefill * 30 * len(admitted)
             took *= math.exp(noise * chance.normal()) * (1 + wobble * (number % 2))
+            took *= beside if beside and number % 2 else 1
+            if waits:
+                pauses.append((now, now + waits))
+                now += waits
             ended = {str(i): int(lengths[i]) for i, rest in running.items() if rest == 1}
             step = Step(now, now + took, len(running), cached, prefill_tokens=30 * len(admitted))
             step.admitted, step.left = [str(i) for i, _ in admitted], ended
@@ -75,6 +85,11 @@ def write_run(folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0)
             waits = "engines" if what == "rollout" else None
             rows.append(("trainer", what, at, at + took, waits))
             at += took
+        began = 1e4 * number  # on the run's clock
+        rows[:-1] = [(lane, what, began + a, began + b, w) for lane, what, a, b, w in rows[:-1]]
+        if beside and number % 2:
+            rows.insert(0, ("trainer", "verify", began, began + trace.seconds, None))
+        rows[:0] = [("engine 0", "wait", began + a, began + b, "trainer") for a, b in pauses]
         names = ("lane", "what", "start", "end", "waits_for")
         table = pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows[:-1]])
         update = pa.Table.from_pylist([dict(zip(names, rows[-1], strict=True))])
@@ -96,7 +111,7 @@ def write_run(folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0)
                 **trace.tables(),
                 "completions": pa.Table.from_pylist(completions),
                 "intervals": table,
-                "rounds": pa.table({"slots": [8]}),
+                "rounds": pa.table({"slots": [8], "began": [began]}),
             },
         )
         writer.add(number + 100, {"intervals": update})  # laps that follow the rounds
@@ -126,6 +141,35 @@ def test_the_costs_of_a_run_are_found(tmp_path):
     assert costs.sync == pytest.approx(0.25) and costs.other == pytest.approx(0.129, abs=2e-3)
     assert costs.reward_workers == 2 and costs.tail[-1] == pytest.approx(2.0)
     assert all(fit.fits and fit.error < 1e-3 for fit in costs.fits)
+
+
+INTERVALS = st.lists(st.integers(0, 40), max_size=12, unique=True).map(
+    lambda edges: [*zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False)]
+)
+
+
+@given(INTERVALS, INTERVALS)
+def test_seconds_beside_others_are_counted(own, others):
+    starts, ends = np.array(own, float).reshape(-1, 2).T
+    found = seconds_beside(starts, ends, np.array(others[::-1], float).reshape(-1, 2))
+    covered = {second for start, end in others for second in range(start, end)}
+    assert found.tolist() == [len(covered & {*range(*interval)}) for interval in own]
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.4, 2.5])
+def test_how_much_longer_steps_take_beside_an_update_is_found(tmp_path, slowdown):
+    """Every second round is drawn while the trainer computes."""
+    traces = write_run(tmp_path, beside=slowdown)
+    costs = calibrated(moved(traces))
+    found = [costs.step.base, costs.step.running, costs.step.kv, costs.step.prefill]
+    assert found == pytest.approx([COSTS.base, COSTS.running, COSTS.kv, COSTS.prefill], rel=0.02)
+    assert costs.slowdown == pytest.approx(slowdown, rel=0.01)
+    assert costs.fits[0].error < 0.01
+
+
+def test_an_engine_that_waits_in_a_round_takes_no_longer(tmp_path):
+    costs = calibrated(moved(write_run(tmp_path, waits=0.3)))
+    assert costs.step.base == pytest.approx(COSTS.base, rel=0.02) and costs.fits[0].error < 0.01
 
 
 def test_noise_is_told_and_seconds_without_a_law_do_not_fit(tmp_path):
