@@ -7,6 +7,13 @@ Each case is a run of 60 rounds, whose lengths may change on the way: `steady` (
 and `recorded` (those of a chat model). With few and with many slots, and with updates that take
 nothing or most of a round. The callback decides from the lengths of the prompts of its last 8
 rounds; costs are known. The goal for `worst` is 1.05.
+
+    make real-model
+    python -m benchmarks run auto_schedule --real 3
+
+Real runs of the chat model in place of these, with and without the callback: 12 rounds of 64
+completions on 16 slots, as in the benchmark `fidelity`. Seconds are those of a round, without the
+first two.
 """
 
 import csv
@@ -14,15 +21,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from benchmarks import results
+from benchmarks.fidelity.main import measure
+from benchmarks.fidelity.rows import AUTO
 from benchmarks.papers.rows import LENGTHS
 from lit_rlsched.callbacks import AutoSchedule
+from lit_rlsched.callbacks.candidates import rule_options, written
 from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
@@ -91,13 +103,46 @@ def run(
     return ours, fixed, chosen
 
 
+def real(seeds: int, runs: Path) -> None:
+    """Print a row for each pair of real runs; those that are there are used."""
+    print(
+        "| seed | no callback | AutoSchedule | before the switch | after it | gain foreseen | to |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for seed in range(seeds):
+        laps, figures = {}, list[dict[str, float]]()
+        for name in AUTO:
+            folder = runs / f"{name}-{seed}"
+            if not (folder / "complete").exists():
+                measure(name, seed, folder)
+                (folder / "complete").touch()
+            rounds = Traces(folder).rows("rounds")
+            laps[name] = np.diff([row["clock"] for row in rounds])[1:]  # from the third round on
+            figures = [dict(row["metrics"]) for row in rounds]
+        plain, ours = laps.values()
+        chosen = [int(of["auto_schedule/next"]) for of in figures]
+        at = next((i for i, number in enumerate(chosen) if number), len(chosen))
+        foreseen = figures[at].get("auto_schedule/gain", 0.0) if at < len(chosen) else 0.0
+        before, after = ours[: max(0, at - 1)], ours[max(0, at - 1) :]
+        to = " + ".join(map(written, rule_options()[chosen[-1]])) or "none"
+        means = [float(np.mean(of)) if len(of) else math.nan for of in (plain, ours, before, after)]
+        results.add(f"real, seed {seed}", {"over_plain": means[1] / means[0]})
+        shown = " | ".join(f"{mean:.1f}" for mean in means)
+        print(f"| {seed} | {shown} | {foreseen:.0%} | {to} |", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each case."""
     parser = results.parser("auto_schedule", __doc__)
     cases = ("steady", "narrow", "longer", "shorter", "tail", "recorded")
     results.add_cases(parser, cases)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each case")
+    parser.add_argument("--real", type=int, default=0, help="pairs of real runs, in place of cases")
+    parser.add_argument("--runs", default="runs/auto_schedule", help="folder of the real runs")
     options = results.parse(parser, arguments)
+    if options.real:
+        real(options.real, Path(options.runs))
+        return
     print("| case | slots | update | over the best | over the plain one | chosen (seed 0) |")
     print("|---|---|---|---|---|---|")
     worst = 0.0

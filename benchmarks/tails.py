@@ -138,7 +138,8 @@ class Verifier(RoundHooks):
             completion.draft, n = None, len(draft.token_ids)
             age = version - draft.versions[-1]
             kept = self._kept(n, age, *key)
-            self.ages[age] = self.ages.get(age, DraftAudit()) + DraftAudit(n, kept, kept == n)
+            audit = DraftAudit(n, kept, kept == n, drawn=int(kept < n))
+            self.ages[age] = self.ages.get(age, DraftAudit()) + audit
             self.positions += n
             tokens = list(draft.token_ids[:kept])
             if kept < n:

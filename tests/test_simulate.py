@@ -1,16 +1,22 @@
 """The commands `calibrate` and `simulate`."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
+from lit_rlsched.callbacks import MicroGroupSampling, TailBatching
 from lit_rlsched.callbacks.candidates import PLAIN, candidates
-from lit_rlsched.callbacks.what_if import Simulated, recommended
+from lit_rlsched.callbacks.what_if import Setting, Simulated, own_schedule, recommended
 from lit_rlsched.cli.main import main
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of, simulate
+from lit_rlsched.run.saving.traces import described
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
+from lit_rlsched.simulation.decoder import StepCosts
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
@@ -55,6 +61,53 @@ def test_of_equals_the_simplest_is_recommended():
     ]
     assert recommended(rows, {}).name == PLAIN
     assert recommended(rows, {"memory": 0}) is None
+
+
+def test_the_turns_of_updates_in_flight_are_the_steps_of_an_update():
+    """A step takes a second and an update 2 seconds and 10 for its 100 positions."""
+    about = {**DEFAULTS, "slots": 8, "prompts_per_round": 2, "num_generations": 2}
+    work, step = Workload([[15, 15]] * 40, [10] * 40, 20), StepCosts(1.0, 0.0, 0.0)
+    for costs, turns in (
+        (Costs(step, update=2.0, position=0.1, sync=0.0), 12),
+        (Costs(step, update=0.0, position=0.0), None),  # nothing to go by
+    ):
+        setting = Setting(about, work, costs, Machine(8), 2)
+        names = [row.name for row in setting.ours(facts_of(about), 1)]
+        shown = "" if turns is None else f"turns={turns}"
+        assert f"InFlightUpdates({shown})" in names
+        assert "MicroGroupSampling(slots=8, order='least_attained')" in names
+
+
+class WithRounds(SimpleNamespace):
+    """Traces of a run with these callbacks."""
+
+    def rows(self, name):
+        return [{"switches": [json.dumps(described(of)) for of in self.callbacks]}]
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "wanted"),
+    [
+        ([], PLAIN),
+        ([MicroGroupSampling(slots=6)], PLAIN),
+        ([MicroGroupSampling(slots=6, order="least_attained")], "least_attained"),
+        ([MicroGroupSampling(slots=6), TailBatching()], "TailBatching()"),
+        ([TailBatching(prompt_ratio=3.0)], None),  # not simulated
+        ([MicroGroupSampling(memory_budget="1GiB")], None),
+    ],
+)
+def test_the_schedule_of_the_run_itself_is_found(callbacks, wanted):
+    rows = [
+        Simulated(c.name, c.schedule, None, c) for c in candidates(facts_of(DEFAULTS), 1, slots=9)
+    ]
+    found = own_schedule(WithRounds(callbacks=callbacks), rows)
+    assert found is None if wanted is None else wanted in found.name
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.5])
+def test_nothing_is_faster_for_work_beside_it(slowdown):
+    with pytest.raises(UsageError, match=r"`simulate\(slowdown=.*use 1 or more"):
+        simulate(lengths=LENGTHS, **SMALL, slowdown=slowdown)
 
 
 def test_pairs_that_are_refused_are_no_candidates():

@@ -28,12 +28,13 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.common import ENVIRONMENT
+from benchmarks.matrix.twin import LAST, twin
 from benchmarks.papers.rows import MODEL
 from lit_rlsched.callbacks.candidates import PLAIN, breaks, wanted_of, written
-from lit_rlsched.callbacks.pictures.comparison import read_run
 from lit_rlsched.callbacks.pictures.style import BLUE, GREEN, GREY, figure_of
-from lit_rlsched.callbacks.what_if import Simulated, about_of, plain_of, what_if
+from lit_rlsched.callbacks.what_if import Simulated, about_of, plain_of, setting_of, what_if
 from lit_rlsched.cli.simulate import facts_of
+from lit_rlsched.run.record import read_run
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.simulation.costs import calibrated
 
@@ -41,6 +42,8 @@ PAYS = 0.98
 """A combination is useful if it takes at most this share of the seconds of its parts."""
 BESIDE = "AheadRollout(correction='importance')"
 """Its run shows how much engine and trainer slow each other down."""
+AHEAD = "AheadRollout(correction='verify')"
+"""It is drawn beside the plain run."""
 EXACT = ("on_policy", "unbiased")
 
 
@@ -76,20 +79,31 @@ def folder_of(row: Simulated) -> str:
     return "+".join(options_of(row)).translate(str.maketrans("'=(),", "_____", " "))
 
 
-def run(row: Simulated | None, folder: Path, rounds: int, prompts: int, seed: int) -> None:
-    """Train with a combination, as its configuration says; `None` is the plain run."""
-    overlay = folder.with_suffix(".yaml")
-    overlay.parent.mkdir(parents=True, exist_ok=True)
-    text = row.of.overlay("VLLMEngine") if row is not None and row.of is not None else ""
-    overlay.write_text(text, encoding="utf-8")
+def run(
+    overlay: str, folder: Path, rounds: int, prompts: int, seed: int, generations: int = 8
+) -> None:
+    """Train the chat model.
+
+    Args:
+        overlay: Configuration of the schedule; empty: no callback.
+        folder: Of the run; it gets a file `complete` at the end.
+        rounds: Number of rounds.
+        prompts: Prompts of each.
+        seed: Of everything.
+        generations: Completions of a prompt.
+    """
+    file = folder.with_suffix(".yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(overlay, encoding="utf-8")
     command = [sys.executable, "-m", "lit_rlsched", "fit", "-c", "configs/smollm2.yaml"]
-    if text:
-        command += ["-c", str(overlay)]
+    if overlay:
+        command += ["-c", str(file)]
     given = {
         "seed_everything": seed,
         "data.engine": "ProcessEngine",
         "data.engine.engine": "VLLMEngine",
         "data.prompts_per_round": prompts,
+        "data.num_generations": generations,
         "trainer.max_epochs": rounds,
         "trainer.check_val_every_n_epoch": rounds,
         "trainer.num_sanity_val_steps": 0,
@@ -211,15 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of each real run")
     parser.add_argument("--runs", default="runs/matrix", help="folder; its complete runs are used")
     parser.add_argument("--picture", default="combinations.png", help="file of the picture")
+    parser.add_argument("--twin", default="twin.png", help="file of two runs and their simulations")
     options = results.parse(parser, arguments)
     if not Path(MODEL).is_dir():
         parser.error(f"no model in {MODEL}: run `make real-model`")
+    if options.rounds <= LAST:
+        parser.error(f"--rounds {options.rounds}: use {LAST + 1} or more")
     runs = Path(options.runs).absolute()
 
     def done(row: Simulated | None, name: str) -> Path:
         folder = runs / name
         if not (folder / "complete").exists():
-            run(row, folder, options.rounds, options.prompts, options.seed)
+            overlay = row.of.overlay("VLLMEngine") if row is not None and row.of else ""
+            run(overlay, folder, options.rounds, options.prompts, options.seed)
         return folder
 
     plain_run = done(None, "plain")
@@ -227,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     facts = facts_of(about_of(traces))
     beside = next(row for row in what_if(traces, facts) if row.name == BESIDE)
     slowdown = calibrated(Traces(done(beside, folder_of(beside)))).slowdown
-    print(f"engine and trainer take {slowdown:.2f} times as long while both work\n")
+    print(f"engine and trainer take {slowdown or 1:.2f} times as long while both work\n")
     rows = what_if(traces, facts, options.most, options.simulated_rounds, slowdown)
     plain = plain_of(rows)
     assert plain is not None
@@ -241,6 +259,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(fastest(rows, size, plain.seconds), end="\n\n")
     print(table(real, seconds))
     picture(rows, real, plain.seconds).savefig(options.picture)
+    setting = setting_of(traces, options.simulated_rounds, slowdown)
+    assert setting is not None
+    titled = (("No callback", PLAIN), ("AheadRollout, on-policy", AHEAD))
+    pairs = [
+        (title, row, done(row, folder_of(row) or "plain"))
+        for title, name in titled
+        for row in rows
+        if row.name == name
+    ]
+    twin(setting, pairs).savefig(options.twin)
 
 
 if __name__ == "__main__":

@@ -83,16 +83,18 @@ def written(option: Option) -> str:
     return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
-def options(num_generations: int, turns: int | None = None) -> list[Option]:
+def options(
+    num_generations: int, slots: int | None = None, turns: int | None = None
+) -> list[Option]:
     """Return the callbacks that schedules are made of, at settings that have paid somewhere.
 
     Args:
         num_generations: Completions of a prompt.
+        slots: Slots in which completions take turns; `None`: they do not.
         turns: Those of `InFlightUpdates`, if not its default.
     """
     found: list[Option] = [
         (LengthPrediction, {}),
-        (MicroGroupSampling, {"order": "least_attained"}),
         (SortedBatching, {"mode": "partial"}),
         (SortedBatching, {"mode": "verified"}),
         (SortedBatching, {"mode": "on_policy"}),
@@ -105,6 +107,8 @@ def options(num_generations: int, turns: int | None = None) -> list[Option]:
         (InFlightUpdates, {} if turns is None else {"turns": turns}),
         (StreamedTraining, {}),
     ]
+    if slots is not None:
+        found.append((MicroGroupSampling, {"slots": slots, "order": "least_attained"}))
     if num_generations > 2:
         found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
     return found
@@ -171,15 +175,18 @@ def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) ->
     )
 
 
-def candidates(facts: RunFacts, most: int = 2, turns: int | None = None) -> Iterator[Candidate]:
+def candidates(
+    facts: RunFacts, most: int = 2, slots: int | None = None, turns: int | None = None
+) -> Iterator[Candidate]:
     """Yield all combinations of at most `most` callbacks that the run allows, the plain one first.
 
     Args:
         facts: Facts about the run.
         most: Number of callbacks.
+        slots: See `options`.
         turns: See `options`.
     """
-    every = options(facts.settings.num_generations, turns)
+    every = options(facts.settings.num_generations, slots, turns)
     for number in range(most + 1):
         for chosen in combinations(every, number):
             if (found := candidate(chosen, facts)) is not None:

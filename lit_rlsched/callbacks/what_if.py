@@ -7,7 +7,9 @@ from statistics import median
 from typing import Any
 
 from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidate, candidates
+from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
+from lit_rlsched.run.saving.traces import described
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.peers import PEERS
@@ -59,18 +61,22 @@ class Setting:
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that go together."""
-        found = candidates(facts, most_callbacks, self._turns(facts))
+        found = candidates(facts, most_callbacks, self.about["slots"], self._turns(facts))
         return [Simulated(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
 
     def _turns(self, facts: RunFacts) -> int | None:
-        """Return the decode steps of an optimizer step: then its weights are there to go in."""
+        """Return the decode steps of an optimizer step: then its weights are there to go in.
+
+        `None` if one of them takes no time.
+        """
         plain = candidate((), facts)
         if plain is None:
             return None
         outcome = self._outcome(plain.schedule)
         updates = self.about["steps_per_round"] * self.about["num_iterations"]
-        took = outcome.total("decoding") / max(1.0, outcome.total("decode_steps"))
-        return max(1, round(outcome.total("update") / len(outcome.rounds) / updates / took))
+        step = outcome.total("decoding") / max(1.0, outcome.total("decode_steps"))
+        update = outcome.total("update") / len(outcome.rounds) / updates
+        return max(1, round(update / step)) if update and step else None
 
     def peers(self) -> list[Simulated]:
         """Simulate the rules of other packages."""
@@ -91,6 +97,34 @@ def about_of(traces: Traces) -> dict[str, Any]:
         known["slots"] = int(median(slots))
     given = rounds[-1].get("switches") if rounds else None
     return {**known, "callbacks": [json.loads(each)["class_path"] for each in given or ()]}
+
+
+def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
+    """Return the simulation of the run's own callbacks, if it is among these."""
+    last = traces.rows("rounds")[-1]
+    own = _without_slots([json.loads(each) for each in last.get("switches") or ()])
+
+    def same(row: Simulated) -> bool:
+        if row.of is None:
+            return False
+        made = _without_slots([described(each) for each in row.of.callbacks()])
+        return len(made) == len(own) and all(of in own for of in made)
+
+    return next(filter(same, rows), None)
+
+
+def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the number of slots, which is the same in every simulation of a run."""
+    plain = {"memory_budget": None, "refill": "continuous", "order": None}
+    found = []
+    for of in callbacks:
+        arguments = of["init_args"]
+        if of["class_path"] == MicroGroupSampling.__name__:
+            arguments = {name: value for name, value in arguments.items() if name != "slots"}
+            if arguments == plain:
+                continue
+        found.append({**of, "init_args": arguments})
+    return found
 
 
 def beside(facts: RunFacts) -> RunFacts:
@@ -118,12 +152,17 @@ def what_if(
     Returns:
         The simulations; none if the run has too little to learn costs from.
     """
+    setting = setting_of(traces, rounds, slowdown)
+    return [] if setting is None else setting.ours(beside(facts), most)
+
+
+def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
+    """Return the lengths and costs of a run; `None` if its engine has a virtual clock."""
     about = about_of(traces)
     if not traces.table("steps").num_rows or "slots" not in about:
-        return []  # of an engine whose clock is virtual
+        return None
     machine = Machine(about["slots"], about["engines"], slowdown)
-    setting = Setting(about, Workload.of_run(traces), calibrated(traces), machine, rounds)
-    return setting.ours(beside(facts), most)
+    return Setting(about, Workload.of_run(traces), calibrated(traces), machine, rounds)
 
 
 def plain_of(rows: Sequence[Simulated]) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""The subcommands without settings of a run: `export`, `convert`, `compare`, `calibrate` ..."""
+"""The subcommands without settings of a run: `export`, `convert`, `calibrate` ..."""
 
 from collections.abc import Callable, Collection
 
@@ -21,17 +21,6 @@ def export_parser() -> Parser:
 def convert_parser() -> Parser:
     """Return the parser of `lit-rlsched convert`: the arguments of `gguf.convert`."""
     return _parser_of(convert)
-
-
-def compare_parser() -> Parser:
-    """Return the parser of `lit-rlsched compare`."""
-    about = "Draw runs beside each other: reward, accuracy, length and seconds."
-    parser = _parser("compare", about)
-    parser.add_argument("runs", nargs="+", help="Folders of runs (`runs/quickstart/version_0`).")
-    parser.add_argument(
-        "--out", default="comparison.png", help="File of the picture: .png, .svg or .pdf."
-    )
-    return parser
 
 
 def calibrate_parser() -> Parser:
@@ -73,19 +62,11 @@ def _parser_of(function: Callable[..., object], skip: Collection[str] = ()) -> P
 PARSERS = {
     "export": export_parser,
     "convert": convert_parser,
-    "compare": compare_parser,
     "calibrate": calibrate_parser,
     "simulate": simulate_parser,
     "report": report_parser,
 }
 """What makes the parser of a subcommand."""
-
-
-def _compare(args: list[str]) -> None:
-    from lit_rlsched.callbacks.pictures.comparison import compare  # imports matplotlib
-
-    given = compare_parser().parse_args(args)
-    print(f"The picture of {len(given.runs)} runs is `{compare(given.runs, given.out)}`.")
 
 
 def _export(args: list[str]) -> None:
@@ -124,7 +105,6 @@ def _report(args: list[str]) -> None:
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "export": _export,
     "convert": _convert,
-    "compare": _compare,
     "calibrate": _calibrate,
     "simulate": _simulate,
     "report": _report,

@@ -20,7 +20,7 @@ from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError, check_count, check_range
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
@@ -144,6 +144,8 @@ def simulate(
     given = {name: value for name, value in sizes.items() if value is not None}
     for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
         check_count("simulate", name, value, 1)
+    if slowdown is not None:
+        check_range("simulate", "slowdown", slowdown, slowdown >= 1, "1 or more")
     traces = None if trace is None else Traces(trace)
     if traces is not None:
         traces.check()
@@ -291,15 +293,15 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     every = sorted(n for group in setting.work.lengths for n in group)
     sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
     costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
-    apart = "devices or cores of their own"
+    apart = "have devices or cores of their own"
     slowdown = of.slowdown or setting.costs.slowdown or 1.0
     if slowdown != 1:
-        apart = f"the same ones, and take {slowdown:.2g} times as long while both work"
+        apart = f"take {slowdown:.3g} times as long while both work"
     return (
         f"Simulated: {setting.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
         f"{of.slots} slots, lengths up to {min(every[-1], setting.work.limit):,} (median "
         f"{every[len(every) // 2]:,}), {costs}.\n"
-        f"Engine and trainer have {apart}.\n"
+        f"Engine and trainer {apart}.\n"
         "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
         "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
         "tokens in an engine's key-value cache."

@@ -1,15 +1,22 @@
 """What a run has measured since it began, including the runs it was resumed from."""
 
+import csv
 import math
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import counted
 from lit_rlsched.training.round import Round, reward_matrix
 
 CURVES = ("reward", "completions/mean_length", "kl", "entropy", "time/total")
 """Metrics that are kept of every round."""
+ROUND, TIME = "rollout/round", "time/total"
+"""Columns of `metrics.csv` that tell when a row was written."""
 _OWN = ("round", "step")
 WHOLE_ROUNDS = 100
 """Newest rounds of which all metrics are kept."""
@@ -125,3 +132,41 @@ def from_to(points: Sequence[tuple[float, float]]) -> str:
     """Return the last value, after that of the untrained model if it was measured."""
     (step, first), (_, last) = points[0], points[-1]
     return f"{first:.2f} -> {last:.2f}" if step == 0 and len(points) > 1 else f"{last:.2f}"
+
+
+def read_run(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's `metrics.csv` that belong to rounds and validations.
+
+    A resumed run has several files; what a later one repeats is taken from there.
+
+    Raises:
+        UsageError: the folder is no run, or one without a round.
+    """
+    files = [*folder.glob("metrics.csv"), *folder.glob("metrics/version_*/metrics.csv")]
+    if not files:
+        inner = sorted(str(path.parents[2]) for path in folder.glob("*/metrics/*/metrics.csv"))
+        use = f"one of the runs in it, such as `{inner[-1]}`" if inner else "the folder of a run"
+        raise UsageError(f"`{folder}` is no run: it has no `metrics/*/metrics.csv`. Name {use}.")
+    rows: list[dict[str, float]] = []
+    for file in sorted(
+        files, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-2])]
+    ):
+        with file.open(encoding="utf-8", newline="") as text:
+            found = [_numbers(row) for row in csv.DictReader(text)]
+        found = [row for row in found if ROUND in row and TIME in row]
+        first = min((row[ROUND] for row in found if "reward" in row), default=math.inf)
+        rows = [row for row in rows if row[ROUND] < first] + found
+    rounds = [row for row in rows if "reward" in row]
+    if not rounds:
+        raise UsageError(f"`{folder}` is a run without a round: there is nothing to show yet.")
+    for before, row in pairwise(rounds):
+        row["seconds"] = row[TIME] - before[TIME]
+    return rows
+
+
+def _numbers(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the figures of a row; none of a row that a kill has cut."""
+    try:
+        return {name: float(value) for name, value in row.items() if value}
+    except (ValueError, TypeError):
+        return {}

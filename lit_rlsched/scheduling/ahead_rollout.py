@@ -33,8 +33,9 @@ def turns_beside(part: Sequence[Group], groups: Sequence[Group], share: float, s
     """Return the decode steps that the engine makes while the trainer verifies a part.
 
     The next round has about as many tokens as this one, so it takes about as many steps: those of
-    its longest draft, or of all tokens in all slots. If the verification is a share of what the
-    trainer computes in this round, the engine does the same share of the next one beside it.
+    its longest draft or, if these are more, of all tokens in all slots. If the verification is a
+    share of what the trainer computes in this round, the engine does the same share of the next one
+    beside it.
 
     Args:
         part: Groups that are verified together.

@@ -1,12 +1,14 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
+from lit_rlsched.scheduling.timeline import DECODING, TRAINER
 from lit_rlsched.scheduling.trace_files import Tables
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.decoder import StepCosts
@@ -17,8 +19,10 @@ FEWER = 1.01
 """A model with fewer terms is taken if its squared error is at most this many times the least."""
 FORWARD = 1 / 3
 """Share of a forward pass in the cost of an update's position: the backward pass is two of them."""
-ALONE, BESIDE = 0.1, 0.9
-"""Share of a window of decode steps in which the trainer computes: at most, and at least."""
+LEAST = 0.1
+"""Share of the seconds of decode steps that must be beside the trainer's work, and alone, before
+one can tell how much longer a step takes there."""
+MOST_SLOWDOWN = 4.0
 TRAINS = ("update", "gradients", "verify")
 """What a trainer computes."""
 MOST_LATENCIES = 10_000
@@ -61,7 +65,7 @@ class Costs:
     sync: float = 0.1
     """Seconds of a weight sync."""
     slowdown: float | None = None
-    """How much longer decode steps take while the trainer computes; `None`: never measured."""
+    """How much longer engine and trainer take while both compute; `None`: never measured."""
     other: float = 0.1
     """Seconds of a round that are none of these."""
     trained_share: float = 1.0
@@ -133,40 +137,61 @@ def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: np.ndarray) -> 
     return np.interp(ends, edges, until) - np.interp(starts, edges, until)
 
 
+def _joined(spans: Iterable[tuple[float, float]]) -> np.ndarray:
+    """Join intervals that overlap; `[M, 2]`."""
+    found: list[list[float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return np.array(found).reshape(-1, 2)
+
+
 @dataclass(slots=True)
 class _Lanes:
-    """When the trainer computed, and when each engine did not decode, on the run's clock."""
+    """When trainer and engines computed, on the run's clock: intervals, `[M, 2]` each."""
 
     trainer: np.ndarray
-    """`[M, 2]`."""
+    decoding: np.ndarray
     idle: dict[int, np.ndarray]
-    """`[M, 2]` by engine."""
+    """When each engine did not decode."""
     began: dict[int, float]
-    """Of the first step of each round."""
+    """When the first step of a round began, as far as it is known."""
+    apart: bool
+    """Whether an engine can decode while the trainer computes."""
 
     @classmethod
     def of(cls, traces: Tables) -> "_Lanes":
-        computes, idle = [], dict[int, list[tuple[float, float]]]()
+        trainer, decoding = [], list[tuple[float, float]]()
+        idle: dict[int, list[tuple[float, float]]] = {}
         for row in traces.rows("intervals"):
             span = row["start"], row["end"]
-            if row["lane"] == "trainer":
+            if row["lane"] == TRAINER:
                 if row["what"] in TRAINS and not row["waits_for"]:
-                    computes.append(span)
-            elif row["lane"].startswith("engine ") and row["what"] != "decode":
-                idle.setdefault(int(row["lane"].split()[1]), []).append(span)
-        began = {row["round"]: row.get("began") or 0.0 for row in traces.rows("rounds")}
-        every = {engine: np.array(of) for engine, of in idle.items()}
-        return cls(np.array(computes).reshape(-1, 2), every, began)
+                    trainer.append(span)
+            elif row["what"] in DECODING:
+                decoding.append(span)
+            elif (number := row["lane"].removeprefix("engine ")).isdigit():
+                idle.setdefault(int(number), []).append(span)
+        rows = traces.rows("rounds")
+        began = {row["round"]: row["began"] for row in rows if row.get("began") is not None}
+        each = {engine: _joined(of) for engine, of in idle.items()}
+        apart = bool(traces.about.get("own_process", True))
+        return cls(_joined(trainer), _joined(decoding), each, began, apart)
 
     def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the share of each window of steps in which the trainer computed."""
-        origin = np.array([self.began.get(n, 0.0) for n in columns["round"].tolist()])
+        """Return the share of each window of steps in which the trainer computed, perhaps NaN."""
+        origin = np.array([self.began.get(n, math.nan) for n in columns["round"].tolist()])
         starts, ends = columns["start"] + origin, columns["end"] + origin
+        if not self.apart:
+            return np.zeros(len(starts))
         return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
 
     def waits(self, number: int, engine: int, start: float, end: float) -> float:
         """Return the seconds in which an engine did not decode, between two moments of a round."""
-        at = self.began.get(number, 0.0)
+        if (at := self.began.get(number)) is None:
+            return 0.0
         edges = np.array([start + at]), np.array([end + at])
         return float(seconds_beside(*edges, self.idle.get(engine, np.zeros((0, 2))))[0])
 
@@ -206,7 +231,10 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | 
         "prefill": columns["prefill_tokens"],
     }
     share = lanes.beside(columns)
-    terms, slowdown = _alone_and_beside(model, columns["seconds"], share, plain)
+    known = plain & np.isfinite(share)
+    share = np.nan_to_num(share)
+    used = known if known.any() else plain
+    terms, slowdown = _alone_and_beside(model, columns["seconds"], share, used)
     longer = 1 + ((slowdown or 1.0) - 1) * share
     predicted: dict[int, float] = {}
     measured: dict[int, float] = {}
@@ -234,29 +262,35 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | 
 
 
 def _alone_and_beside(
-    model: Mapping[str, np.ndarray], seconds: np.ndarray, share: np.ndarray, plain: np.ndarray
+    model: Mapping[str, np.ndarray], seconds: np.ndarray, share: np.ndarray, used: np.ndarray
 ) -> tuple[dict[str, float], float | None]:
     """Fit windows of steps; return the costs of a step alone, and the slowdown of the others.
+
+    Of all slowdowns the one is taken whose fit has the least error.
 
     Args:
         model: What a window's seconds are proportional to, `[N]` each.
         seconds: `[N]`.
         share: `[N]`, of a window in which the trainer computes.
-        plain: `[N]`, which windows are used.
+        used: `[N]`, which windows are fitted.
     """
+    columns = {name: column[used].astype(float) for name, column in model.items()}
+    seconds, share = seconds[used], share[used]
 
-    def of(which: np.ndarray, longer: np.ndarray) -> dict[str, float]:
-        terms = {name: (column * longer)[which].astype(float) for name, column in model.items()}
-        return fitted(terms, seconds[which])
+    def fit(slowdown: float) -> tuple[float, dict[str, float]]:
+        longer = 1 + (slowdown - 1) * share
+        terms = fitted({name: column * longer for name, column in columns.items()}, seconds)
+        left = seconds - longer * sum(terms[name] * column for name, column in columns.items())
+        return float(left @ left), terms
 
-    alone, beside = plain & (share <= ALONE), plain & (share >= BESIDE)
-    enough = ALONE * seconds[plain].sum()
-    if min(seconds[alone].sum(), seconds[beside].sum()) < enough:
-        return of(plain, np.ones(len(seconds))), None
-    terms = of(alone, np.ones(len(seconds)))
-    predicted = sum(terms[name] * column[beside].sum() for name, column in model.items())
-    slowdown = max(1.0, float(seconds[beside].sum() / predicted)) if predicted else 1.0
-    return of(plain, 1 + (slowdown - 1) * share), slowdown
+    if min(share @ seconds, (1 - share) @ seconds) < LEAST * seconds.sum():
+        return fit(1.0)[1], None
+    best, width = 1.0, 0.1
+    tried = np.arange(1.0, MOST_SLOWDOWN, width).tolist()
+    for _ in range(2):  # coarse, then fine
+        best = min(tried, key=lambda slowdown: fit(slowdown)[0])
+        tried = np.linspace(best - width, best + width, 21).clip(1.0).tolist()
+    return fit(best)[1], best
 
 
 @dataclass(slots=True)
@@ -271,12 +305,23 @@ class _Rounds:
     other: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> "_Rounds":
+    def of(
+        cls, rows: Sequence[Mapping[str, Any]], decoding: np.ndarray, slowdown: float
+    ) -> "_Rounds":
+        """Count the seconds; those beside decode steps are divided by the slowdown.
+
+        Args:
+            rows: Of the table of intervals.
+            decoding: When engines decoded, `[M, 2]`.
+            slowdown: How much longer the trainer takes then.
+        """
         self = cls()
-        for row in rows:
-            number, seconds = row["round"], row["end"] - row["start"]
-            if row["lane"] != "trainer" or row["waits_for"]:
-                continue
+        own = [row for row in rows if row["lane"] == TRAINER and not row["waits_for"]]
+        starts, ends = (np.array([row[edge] for row in own], float) for edge in ("start", "end"))
+        both = seconds_beside(starts, ends, decoding)
+        alone = ends - starts - (1 - 1 / slowdown) * both
+        for row, seconds in zip(own, alone.tolist(), strict=True):
+            number = row["round"]
             if row["what"] in ("update", "gradients"):
                 number -= row["what"] == "update"
                 into = self.update
@@ -343,9 +388,10 @@ def calibrated(traces: Tables) -> Costs:
     Raises:
         UsageError: the traces have no decode steps.
     """
-    rounds = _Rounds.of(traces.rows("intervals"))
-    first = min([*rounds.other, *rounds.sync], default=0)
+    first = min((row["round"] for row in traces.rows("rounds")), default=0)
     step, fit, slowdown = step_fit(traces, first)
+    decoding = _Lanes.of(traces).decoding
+    rounds = _Rounds.of(traces.rows("intervals"), decoding, slowdown or 1.0)
     step = replace(step, cached=cached_share(traces))
     last = max((row["round"] for row in traces.rows("rounds")), default=first)
     if len(rounds.other) > 1:

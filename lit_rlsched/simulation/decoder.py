@@ -68,6 +68,8 @@ class Item:
     """The same, but for moves to another engine."""
     new: float = 0.0
     """Tokens to prefill in its first step."""
+    since: float = 0.0
+    """Seconds since the round began, when it got its slot."""
     time: float = 0.0
     """Seconds since the round began, when it ended."""
 
@@ -117,6 +119,8 @@ class Engines:
         self._refill = refill
         self._engines = [_Engine() for _ in range(engines)]
         self._arrivals = 0
+        self.log: list[list[tuple[Item, float, float]]] | None = None
+        """Times in a slot of each round, with their start and end in seconds, if it is a list."""
         self.start_round()
 
     def __len__(self) -> int:
@@ -132,6 +136,8 @@ class Engines:
         self.turn = 0
         self.row_steps = self.peak_kv = self.kv_steps = 0
         self.prefilled = 0.0
+        if self.log is not None:
+            self.log.append([])
         self._ends: list[tuple[int, int, int, Item]] = []
         self._homes: dict[str, int] = {}
         self._take_turns, self._window = take_turns, WINDOW if ahead else 1
@@ -235,6 +241,8 @@ class Engines:
         if not drawn:
             engine.new -= item.new
         item.start, item.end, item.time = -1, -1, engine.seconds
+        if self.log is not None:
+            self.log[-1].append((item, item.since, item.time))
         self._dirty.add(item.engine)
 
     def _fill(self, number: int) -> None:
@@ -257,6 +265,7 @@ class Engines:
             have = item.context + item.drawn
             item.new = self._to_prefill(item, engine)
             item.start, item.end, item.begun = self.turn, self.turn + tokens, True
+            item.since = engine.seconds
             engine.begun.add(item.group)
             engine.kv += have
             engine.new += item.new

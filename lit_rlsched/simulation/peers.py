@@ -106,7 +106,7 @@ class Peer:
 
 
 ROUND_ENDS = 2**31
-"""More turns than any rollout has: its weights come once for each update, where a round ends."""
+"""More turns than any rollout has: new weights come once for each update, where a round ends."""
 OVERSAMPLING = 1.5
 STALENESS = 1
 """Maximum age, in updates, of AReaL's and prime-rl's rules here."""

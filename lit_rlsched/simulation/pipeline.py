@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlsched.scheduling.admission import Order
-from lit_rlsched.scheduling.ahead_rollout import AfterRound
+from lit_rlsched.scheduling.ahead_rollout import FORWARD, AfterRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.decoder import Engines
@@ -44,7 +44,9 @@ class SimulatedRound:
     """Seconds of the rollout, with the wait for the last score."""
     update: float
     around: float
-    """Seconds of sync, verification and whatever else."""
+    """Seconds of sync, verification and whatever else, without what goes in flight."""
+    verification: float
+    """Those of the passes that only verify, which may be beside decode steps."""
     decoding: float
     """Seconds of decode steps."""
     decode_steps: int
@@ -180,6 +182,11 @@ class Pipeline:
             self.schedule.in_flight is not None and self.schedule.in_flight.cache == "keep",
         )
 
+    @property
+    def engines(self) -> Engines:
+        """The engines, whose `log` tells when which completion had a slot."""
+        return self._rounds.engines
+
     def _order(self) -> Order:
         early = self.schedule.rule.ends_early
         return self.schedule.slots.resolved_order(self.schedule.lengths is not None, early)
@@ -272,23 +279,26 @@ class Pipeline:
     def _ahead_verified(self, rounds: int) -> list[SimulatedRound]:
         """Drafts of the next round go on beside the verification of this one and its update.
 
-        With streamed gradients the pass that trains on a completion verifies it, too.
+        With streamed gradients the pass that trains on a completion verifies it, too, and all of
+        the update is beside them. The engine waits while drafts are verified where the loop decides
+        between two steps which completions decode.
         """
         made = []
-        streams = self.schedule.streaming is not None
         for number in range(rounds):
             drawn = self._drawn(number, "go_on")
             assert drawn.drafts is not None
+            streams = self.schedule.streaming is not None and not drawn.intervenes
             rollout, update = self._rollout(drawn), self._update(drawn)
-            if streams:
-                drawn.verified = int((1 - self.costs.trained_share) * drawn.verified)
-            verification = self._verification(drawn)
+            verification = self._verification(drawn, streams)
             more = self._rounds.finish_drafts(drawn.drafts, number)
             if streams and number:
                 seconds = self._overlapped(rollout + more, verification + update)
             else:
-                seconds = rollout + verification + self._overlapped(more, update)
+                beside = 0.0 if drawn.intervenes else FORWARD * more
+                seconds = rollout + self._overlapped(beside, verification)
+                seconds += self._overlapped(more - beside, update)
             figures = self._figures(drawn, number, seconds, rollout + more, update)
+            figures.verification = verification
             figures.around += verification
             figures.steps_beside = self._rounds.engines.turn - drawn.turns
             made.append(figures)
@@ -303,10 +313,16 @@ class Pipeline:
     def _slowdown(self) -> float:
         return self.machine.slowdown or self.costs.slowdown or 1.0
 
-    def _verification(self, drawn: Drawn) -> float:
-        """Seconds of the passes that verify drafts: one more, or two, over those that are cut."""
-        passes = 2 if self.schedule.ahead and self.schedule.streaming is not None else 1
-        return self.costs.verify * (drawn.verified + passes * drawn.cut)
+    def _verification(self, drawn: Drawn, streams: bool = False) -> float:
+        """Seconds of the passes that verify drafts, beside those of the update.
+
+        A draft that is cut is read once more, under the policy that drew it. One that the update's
+        pass has verified was trained on in vain, too: five forward passes (`One pass verifies and
+        trains` in `docs/explanation/ahead_rollout.md`).
+        """
+        trained = self.costs.trained_share * self._selected(drawn) if streams else 0.0
+        passes = (1 - trained) * drawn.verified + (1 + 4 * trained) * drawn.cut
+        return self.costs.verify * passes
 
     def _rollout(self, drawn: Drawn) -> float:
         """Seconds until the last score that the round waits for."""
@@ -366,14 +382,14 @@ class Pipeline:
                 if author != ENVIRONMENT:
                     tokens += n
                     stale += n * (author < version)
-        around = self.costs.sync + self.costs.other
-        if self.schedule.ahead != "verify":
-            around += self._verification(drawn)
+        verification = 0.0 if self.schedule.ahead == "verify" else self._verification(drawn)
+        around = self.costs.sync + self.costs.other + verification
         return SimulatedRound(
             seconds + around,
             rollout,
             update,
             around,
+            verification,
             drawn.seconds,
             drawn.turns,
             0,

@@ -50,6 +50,8 @@ class Drawn:
     """Positions of drafts, prompts included, that were verified before the round."""
     cut: int
     """Those of drafts that were not accepted whole."""
+    intervenes: bool
+    """Whether the loop decides between two steps which completions decode."""
     ended: dict[str, float]
     """Seconds of the round in which each request ended."""
     drafts: "Drafts | None" = None
@@ -147,6 +149,7 @@ class SimulatedRounds:
             engines.kv_steps / max(1, engines.turn),
             verified,
             cut,
+            decoding.intervenes,
             decoding.ended,
         )
         planner.pool.settle(groups, harvest.left)
@@ -262,6 +265,7 @@ class _Decoding:
         waits = len(rest) + len(later) > slots
         intervenes = rounds.expected is not None and len(rest) > slots
         intervenes |= waits and (rule.stops_groups or engines.pauses_items)
+        self.intervenes = intervenes
         engines.start_round(not rule.discards(self.state), ahead=not intervenes)
         self._live = {sample.id: rounds.item(sample) for sample in rest}
         self.drafts = [rounds.item(sample, later=True) for sample in later]

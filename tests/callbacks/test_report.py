@@ -74,8 +74,9 @@ def test_a_run_ends_with_its_report(fit, tmp_path):
     groups = {(row["round"], row["request"].rpartition("/")[0]) for row in completions}
     counts = [of for kind, of in run["groups"].items() if kind != "round"]
     assert sum(map(sum, counts)) == len(groups)
-    assert run["schedules"] and {"no callback", "StreamedTraining()"} <= {
-        name for name, *_ in run["schedules"]
+    names = [name for name, *_ in run["schedules"]]
+    assert {"no callback", "StreamedTraining()", "SortedBatching(mode='partial') (this run)"} <= {
+        *names
     }
     assert run["completions"]["rows"] and run["completions"]["of"] == 3
 

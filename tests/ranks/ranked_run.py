@@ -3,8 +3,8 @@
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
 `callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
-`of_rank`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed are in the
-answer on stdout.
+`of_rank`, `nodes`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed are in
+the answer on stdout.
 """
 
 import dataclasses
@@ -92,7 +92,9 @@ def weights(module):
 
 
 def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", model=None, **more):
+    """Train; with several `nodes` a launcher has started each rank's process."""
     os.chdir(folder)
+    nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
@@ -121,7 +123,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     made = [getattr(callbacks, n)(**k) for n, k in more.get("callbacks", {}).items()]
     trainer = Trainer(
         accelerator="cpu",
-        devices=ranks,
+        devices=ranks // nodes,
+        num_nodes=nodes,
         strategy=strategy,
         max_epochs=rounds,
         precision=precision,
@@ -132,7 +135,10 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[recorder, *made, RNGState()],
-        plugins=[AtomicCheckpointIO(), *([LightningEnvironment()] if ranks > 1 else [])],
+        plugins=[
+            AtomicCheckpointIO(),
+            *([LightningEnvironment()] if ranks > 1 and nodes == 1 else []),
+        ],
     )
     datamodule = RolloutDataModule(**data)
     path = more.get("ckpt_path")

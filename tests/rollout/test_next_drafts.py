@@ -118,8 +118,8 @@ def test_drafts_decode_while_the_round_is_verified(own, later, slots, engines, d
     if engines == 1 and len(rest) + len(later) <= slots:  # no completion waits
         step, last, drafts_end = 0, 0, max(later)
         for part in parts:
-            share = sum(own[int(name[1:])] for name in part) / 4 / sum(own)
-            turns = int(share * max(max(own), sum(own) / slots))
+            size = sum(own[int(name[1:])] for name in part)
+            turns = int(0.25 * size * max(max(own), sum(own) / slots) / sum(own))
             step = min(step + turns, max(step, last, drafts_end))
             last = max([last, *(step + rest[name] for name in part if name in rest)])
         assert during.decode_steps == max(step, last)

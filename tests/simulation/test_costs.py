@@ -64,7 +64,7 @@ def write_run(
             took += COSTS.prefill * 30 * len(admitted)
             took *= math.exp(noise * chance.normal()) * (1 + wobble * (number % 2))
             took *= beside if beside and number % 2 else 1
-            if waits:
+            if waits and now:  # the trace begins with the first step
                 pauses.append((now, now + waits))
                 now += waits
             ended = {str(i): int(lengths[i]) for i, rest in running.items() if rest == 1}
@@ -82,8 +82,8 @@ def write_run(
         }
         at, rows = 0.0, []
         for what, took in whats.items():
-            waits = "engines" if what == "rollout" else None
-            rows.append(("trainer", what, at, at + took, waits))
+            whom = "engines" if what == "rollout" else None
+            rows.append(("trainer", what, at, at + took, whom))
             at += took
         began = 1e4 * number  # on the run's clock
         rows[:-1] = [(lane, what, began + a, began + b, w) for lane, what, a, b, w in rows[:-1]]

@@ -2,11 +2,16 @@
 
 import pytest
 
-from lit_rlsched.callbacks import AheadRollout, InFlightUpdates
+from lit_rlsched.callbacks import (
+    AheadRollout,
+    InFlightUpdates,
+    LengthPrediction,
+    MicroGroupSampling,
+)
 from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.decoder import StepCosts
+from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
 
@@ -15,13 +20,15 @@ PROMPTS, TOKENS, PROMPT = 2, 8, 10
 SIZES = {"prompts_per_round": PROMPTS, "num_generations": 2, "max_completion_length": TOKENS}
 
 
-def rounds(callback, number=4, step=UNIT, accepted=1.0, given=None, **costs):
+def rounds(*callbacks, number=4, step=UNIT, accepted=1.0, given=None, sizes=(), **costs):
     """Rounds of two prompts with two completions of eight tokens, each of which has a slot."""
     work = Workload([[TOKENS] * 2] * 99, [PROMPT] * 99, TOKENS)
     nothing = {"update": 0.0, "position": 0.0, "verify": 0.0, "sync": 0.0, "other": 0.0}
-    schedule = make_schedule([callback], facts_of(SIZES))
+    about = SIZES | dict(sizes)
+    schedule = make_schedule([*callbacks], facts_of(about))
     machine = Machine(8, slowdown=given, accepted=accepted)
-    pipeline = Pipeline(schedule, work, Costs(step, **nothing | costs), machine, 2)
+    steps = about.get("steps_per_round", 1)
+    pipeline = Pipeline(schedule, work, Costs(step, **nothing | costs), machine, 2, steps)
     return [each.seconds for each in pipeline.run(number).rounds]
 
 
@@ -72,7 +79,41 @@ def test_what_has_no_advantage_is_verified_by_a_pass_of_its_own():
     assert seconds[1:] == [positions / 4 + 1] * 3
 
 
-def test_a_draft_that_is_cut_is_read_twice_more():
-    some = rounds(AheadRollout(), accepted=0.0, trained_share=1.0, verify=1.0)
-    positions = 4 * (PROMPT + TOKENS)
-    assert some[1] == pytest.approx(2 * positions)
+@pytest.mark.parametrize(("trained_share", "passes"), [(1.0, 5), (0.0, 2), (0.5, 3.5)])
+def test_what_a_draft_that_is_cut_costs(trained_share, passes):
+    """The table of the documentation: 5 forward passes more than an update, or 2."""
+    seconds = rounds(AheadRollout(), accepted=0.0, trained_share=trained_share, verify=1.0)
+    assert seconds[1] == pytest.approx(passes * 4 * (PROMPT + TOKENS))
+
+
+def test_nothing_is_beside_where_the_loop_decides_between_steps():
+    """With lengths that are predicted and fewer slots than completions the engine waits."""
+    both = [AheadRollout(), LengthPrediction(), MicroGroupSampling(slots=2)]
+    passes, work = 2 * 4 * (PROMPT + TOKENS), {"verify": 1.0, "update": 100.0}
+    assert rounds(*both, accepted=0.0, **work)[1] >= passes + 100
+    assert rounds(*both, accepted=1.0, **work)[1] < passes + 100  # then none waits for a slot
+
+
+def test_each_optimizer_step_has_weights_that_go_in():
+    sizes = {"steps_per_round": 2}
+    seconds = rounds(InFlightUpdates(turns=3), sizes=sizes, update=1.0, sync=1.0)
+    assert seconds[1:] == [3 + 1 + 3 + 1 + 2 + 1] * 3
+    free = rounds(InFlightUpdates(turns=3, pace="free"), sizes=sizes, update=4.0, sync=1.0)
+    assert free[1:] == [2 * 1 + 8 + 1] * 3  # nobody waits
+
+
+def test_the_log_has_each_time_in_a_slot():
+    engines = Engines(1, 2, UNIT)
+    log = engines.log = []
+    engines.start_round()
+    engines.submit(
+        [Item(name, name, 5, 0, n, float(n), 9) for name, n in zip("abc", (3, 1, 4), strict=True)]
+    )
+    while engines.step():
+        pass
+    (spans,) = log
+    assert [(item.id, start, end) for item, start, end in spans] == [
+        ("b", 0, 1),
+        ("a", 0, 3),
+        ("c", 1, 5),
+    ]

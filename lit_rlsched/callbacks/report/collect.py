@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.callbacks.pictures.comparison import ROUND, TIME, read_run
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
-from lit_rlsched.callbacks.what_if import Simulated, about_of, first, what_if
-from lit_rlsched.run.record import RunRecord
+from lit_rlsched.callbacks.what_if import Simulated, about_of, first, own_schedule, what_if
+from lit_rlsched.run.record import ROUND, TIME, RunRecord, read_run
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace_files import Traces
@@ -70,7 +69,9 @@ def run_data(
     schedules: list[list[Any]] = []
     if facts is not None:
         try:
-            schedules = [_schedule(row) for row in first(what_if(traces, facts))]
+            rows = what_if(traces, facts)
+            own = own_schedule(traces, rows)
+            schedules = [_schedule(row, row is own) for row in first(rows)]
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
     notes += _missing(traces, rounds, lines)
@@ -340,7 +341,7 @@ def _cell(name: str, value: Any) -> Any:
     return text
 
 
-def _schedule(row: Simulated) -> list[Any]:
-    of = row.outcome
+def _schedule(row: Simulated, own: bool) -> list[Any]:
+    of, name = row.outcome, f"{row.name} (this run)" if own else row.name
     shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
-    return [row.name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]
+    return [name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]

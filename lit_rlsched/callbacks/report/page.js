@@ -349,11 +349,11 @@ function page() {
   bars(groups, "Kinds of groups", "All right and all wrong: every completion has the highest or the lowest reward of the run. One text: every completion is the same.", "groups", (r) => r.groups,
     { "several rewards": [0, ""], "all right": [2, "/"], "all wrong": [3, "."], "one text": [4, "x"], "one other reward": [6, "-"], "no reward": [7, "+"] });
   if (data.runs.some((r) => r.schedules.length)) {
-    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run, as if engine and trainer had devices or cores of their own. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
+    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run, as if engine and trainer had devices or cores of their own, unless the run shows how much they slow each other down. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
     chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts.", build() {
       const rows = run.schedules;
       if (!rows.length) return null;
-      const ordered = [...rows].reverse(), plain = rows.find((r) => r[0] === "no callback");
+      const ordered = [...rows].reverse(), plain = rows.find((r) => r[0].startsWith("no callback"));
       return { traces: [{ type: "bar", orientation: "h", y: ordered.map((r) => escaped(r[0])), x: ordered.map((r) => r[1]), marker: { color: hue(0) } }],
         layout: { xaxis: { title: { text: "seconds" } }, height: Math.max(320, 26 * rows.length + 80) },
         table: () => ({ columns: ["schedule", "seconds", "times as fast as no callback", "steps", "idle", "discarded", "stale", "trained over drawn length", "tokens in the cache"],

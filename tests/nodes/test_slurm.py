@@ -1,0 +1,83 @@
+"""Real SLURM on two hosts that share one folder: `examples/cluster/slurm.sh`."""
+
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import hosts as made
+import pytest
+import torch
+from nodes.slurm import PROGRAMS, slurm
+
+pytestmark = pytest.mark.slow
+
+RUN = (
+    *("-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
+    *("--data.prompts_per_round=4", "--data.num_generations=4", "--data.micro_batch_tokens=1024"),
+    *("--trainer.accelerator=cpu", "--trainer.limit_val_batches=0", "--trainer.logger=false"),
+    "--trainer.precision=64-true",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Hosts, their shared folder as seen from here, and variables of SLURM's commands."""
+    if why := made.obstacle():
+        pytest.skip(why)
+    if missing := [name for name in PROGRAMS if not shutil.which(name, path="/usr/bin:/usr/sbin")]:
+        pytest.skip(f"no {', '.join(missing)} here (Debian: slurm-wlm, munge)")
+    shared = tmp_path_factory.mktemp("shared")
+    with made.hosts(2, shared) as both, slurm(both, shared) as env:
+        yield both, shared, env
+
+
+def submit(cluster, name, *arguments):
+    """Submit a job; returns its number."""
+    hosts, _, env = cluster
+    script = ("sbatch", "--nodes=2", f"--output={made.SHARED}/{name}.out")
+    more = (*RUN, f"--trainer.default_root_dir={made.SHARED}/{name}", *arguments)
+    said = hosts[0].run(
+        *script, "examples/cluster/slurm.sh", *more, env=env | {"HOME": "/tmp/home"}
+    )
+    return re.search(r"job (\d+)", said)[1]
+
+
+def wait(cluster, job, until, seconds=300):
+    """Wait until a job has one of these states."""
+    hosts, shared, env = cluster
+    deadline = time.monotonic() + seconds
+    while True:
+        said = hosts[0].run("scontrol", "show", "job", job, env=env)
+        state = re.search(r"JobState=(\w+)", said)[1]
+        if state in until:
+            return said
+        logs = [path.read_text()[-3000:] for path in shared.glob("*.out")]
+        assert time.monotonic() < deadline and state not in ("FAILED", "TIMEOUT"), logs
+        time.sleep(0.5)
+
+
+def weights(folder: Path):
+    """Return the weights of a run's newest checkpoint."""
+    newest = max(folder.rglob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    saved = torch.load(newest, weights_only=False)
+    return saved["epoch"], torch.cat([p.flatten() for p in saved["state_dict"].values()])
+
+
+def test_a_job_trains_on_both_nodes_and_goes_on_after_a_requeue(cluster):
+    hosts, shared, env = cluster
+    whole = submit(cluster, "whole", "--trainer.max_epochs=4")
+    wait(cluster, whole, ("COMPLETED",))
+    said = (shared / "whole.out").read_text()
+    assert "round 4/4" in said
+    stopped = submit(cluster, "stopped", "--trainer.max_epochs=4")
+    out = shared / "stopped.out"
+    while not out.exists() or "round 1/4" not in out.read_text():
+        wait(cluster, stopped, ("PENDING", "RUNNING"))
+        time.sleep(0.1)
+    hosts[0].run("scancel", f"--signal={signal.SIGUSR1.name}", stopped, env=env)
+    told = wait(cluster, stopped, ("COMPLETED",))
+    assert "Restarts=1" in told, out.read_text()[-3000:]
+    (epoch, ours), (wanted, theirs) = weights(shared / "stopped"), weights(shared / "whole")
+    assert epoch == wanted and torch.equal(ours, theirs)
