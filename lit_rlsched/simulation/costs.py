@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,35 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     return terms["update"], terms["position"], fit, share
 
 
+def verify_cost(traces: Tables, seconds: Mapping[int, float], streams: bool) -> float | None:
+    """Return the seconds for each position of a pass that verifies; `None`: none was measured.
+
+    A pass of its own verifies the drafts that the update does not, and another one reads those that
+    are cut. Where gradients are streamed, those of drafts with an advantage are cut by two passes.
+
+    Args:
+        traces: Tables of a run.
+        seconds: Of the verification in each round.
+        streams: Whether the update's pass verifies what it trains on.
+    """
+    metrics = {row["round"]: dict(row.get("metrics") or ()) for row in traces.rows("rounds")}
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for row in traces.rows("completions"):
+        groups.setdefault(row["round"], []).append(row)
+    took = passes = 0.0
+    for number, of in metrics.items():
+        rows = groups.get(number, [])
+        if not rows or not of.get("drafts/tokens") or not seconds.get(number):
+            continue
+        positions = sum(row["prompt_tokens"] + row["tokens"] for row in rows)
+        drafted = min(1.0, of["drafts/tokens"] / max(1, sum(row["tokens"] for row in rows)))
+        trained = fmean(row["advantage"] != 0 for row in rows) if streams else 0.0
+        cut = max(0.0, drafted - of["drafts/completed"] / len(rows))
+        took += seconds[number]
+        passes += positions * ((1 - trained) * drafted + (1 + trained) * cut)
+    return took / passes if passes else None
+
+
 def _median(of: Mapping[int, float]) -> float:
     return float(np.median([*of.values()])) if of else 0.0
 
@@ -400,6 +430,8 @@ def calibrated(traces: Tables) -> Costs:
         if len(of) > 1:
             of.pop(first, None)
     update, position, of_update, share = update_fit(traces, rounds.update)
+    streams = any(row["what"] == "gradients" for row in traces.rows("intervals"))
+    verify = verify_cost(traces, rounds.verify, streams)
     table = traces.table("completions")
     latencies = [*filter(None, table.column("reward_seconds").to_pylist())] or [0.0]
     every = -(-len(latencies) // MOST_LATENCIES)
@@ -407,7 +439,7 @@ def calibrated(traces: Tables) -> Costs:
         step,
         update,
         position,
-        FORWARD * position,
+        FORWARD * position if verify is None else verify,
         _median(rounds.sync),
         slowdown,
         _median(rounds.other),

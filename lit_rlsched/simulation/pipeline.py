@@ -317,12 +317,12 @@ class Pipeline:
         """Seconds of the passes that verify drafts, beside those of the update.
 
         A draft that is cut is read once more, under the policy that drew it. One that the update's
-        pass has verified was trained on in vain, too: five forward passes (`One pass verifies and
+        pass has verified is read twice more, and was trained on in vain (`One pass verifies and
         trains` in `docs/explanation/ahead_rollout.md`).
         """
         trained = self.costs.trained_share * self._selected(drawn) if streams else 0.0
-        passes = (1 - trained) * drawn.verified + (1 + 4 * trained) * drawn.cut
-        return self.costs.verify * passes
+        passes = (1 - trained) * drawn.verified + (1 + trained) * drawn.cut
+        return self.costs.verify * passes + self.costs.position * trained * drawn.cut
 
     def _rollout(self, drawn: Drawn) -> float:
         """Seconds until the last score that the round waits for."""

@@ -3,8 +3,8 @@
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
 `callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
-`of_rank`, `nodes`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed are in
-the answer on stdout.
+`of_rank`, `nodes`, `ray`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed
+are in the answer on stdout.
 """
 
 import dataclasses
@@ -100,7 +100,9 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]
     module = Plain(model) if more.get("plain") else kind(model, **settings)
-    if "engine" in more:
+    if more.get("ray"):
+        engine = engines.RayEngine(getattr(engines, more["engine"])())
+    elif "engine" in more:
         base, own = getattr(engines, more["engine"]), more.get("engine_settings", {})
         engine = struck(base, Path(folder, name), more.get("faults", []), **own)
     else:

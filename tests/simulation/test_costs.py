@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, seconds_beside
+from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, seconds_beside, verify_cost
 from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
 
 
@@ -170,6 +171,20 @@ def test_how_much_longer_steps_take_beside_an_update_is_found(tmp_path, slowdown
 def test_an_engine_that_waits_in_a_round_takes_no_longer(tmp_path):
     costs = calibrated(moved(write_run(tmp_path, waits=0.3)))
     assert costs.step.base == pytest.approx(COSTS.base, rel=0.02) and costs.fits[0].error < 0.01
+
+
+@pytest.mark.parametrize(("streams", "passes"), [(False, 1 + 0.25), (True, 0.25 + 1.75 * 0.25)])
+def test_the_cost_of_a_verification_is_found(streams, passes):
+    """All have drafts, a quarter is cut, and three of four completions have an advantage."""
+    rows = [
+        {"round": 2, "prompt_tokens": 10, "tokens": 20, "advantage": float(i < 3)} for i in range(4)
+    ]
+    metrics = {"drafts/tokens": 80.0, "drafts/completed": 3.0}
+    tables = {"rounds": [{"round": n, "metrics": metrics} for n in (1, 2)], "completions": rows}
+    traces = SimpleNamespace(rows=tables.get)
+    found = verify_cost(traces, {1: 5.0, 2: 6.0}, streams)
+    assert found == pytest.approx(6.0 / (4 * 30 * passes))
+    assert verify_cost(traces, {2: 0.0}, streams) is None
 
 
 def test_noise_is_told_and_seconds_without_a_law_do_not_fit(tmp_path):

@@ -82,8 +82,9 @@ def test_what_has_no_advantage_is_verified_by_a_pass_of_its_own():
 @pytest.mark.parametrize(("trained_share", "passes"), [(1.0, 5), (0.0, 2), (0.5, 3.5)])
 def test_what_a_draft_that_is_cut_costs(trained_share, passes):
     """The table of the documentation: 5 forward passes more than an update, or 2."""
-    seconds = rounds(AheadRollout(), accepted=0.0, trained_share=trained_share, verify=1.0)
-    assert seconds[1] == pytest.approx(passes * 4 * (PROMPT + TOKENS))
+    shares = {"trained_share": trained_share, "verify": 1.0, "position": 3.0}
+    seconds = rounds(AheadRollout(), accepted=0.0, **shares)
+    assert seconds[1] == pytest.approx((passes + 3 * trained_share) * 4 * (PROMPT + TOKENS))
 
 
 def test_nothing_is_beside_where_the_loop_decides_between_steps():
