@@ -1,4 +1,4 @@
-"""The picture of the README: the same completions under four schedules, slot by slot.
+"""A picture: the same completions under four schedules, slot by slot.
 
     python -m benchmarks run picture
 

@@ -34,7 +34,7 @@ from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.rewards import functions as rewards
 from lit_rlsched.rewards.answers import checked_entry
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
-from lit_rlsched.run.checks import check_same_ranks
+from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
@@ -266,7 +266,16 @@ DATA_MODULES = [
     unnamed(data, r"tokenizer=...\)` is a `object`", tokenizer=object()),
     *each(data, "is not an engine", engine=("VLLMEngine", en.VLLMEngine)),
     bad(data, "environment does not have NO_SUCH", reward_env_vars=["NO_SUCH"]),
-    bad(check_same_ranks, "Rank 2 has `seed=4`, and rank 0 has", [{"seed": 3}] * 2 + [{"seed": 4}]),
+    bad(
+        check_same,
+        "Rank 2 has `seed=4`, and rank 0 has `seed=3`",
+        [("a", {"seed": 3})] * 2 + [("a", {"seed": 4})],
+    ),
+    bad(
+        check_same,
+        "Rank 1 on b has `version=2`, and rank 0 on a has `version=1`",
+        [("a", {"version": 1}), ("b", {"version": 2})],
+    ),
     *(
         bad(parse_bytes, f"`memory={size!r}`: expected a size such as", size, "memory")
         for size in ("", "GiB", "2 potatoes", "-1", "0", "0.1B", "1,5 GB")

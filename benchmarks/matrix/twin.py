@@ -43,8 +43,9 @@ def measured(folder: Path) -> Lanes:
             lanes.slots.append((name, at + row["start"], at + row["end"]))
     for row in traces.rows("intervals"):
         computes = row["lane"] == "trainer" and row["what"] in TRAINS and not row["waits_for"]
-        if computes and 0 <= (at := row["start"] - origin) < lanes.ends:
-            lanes.trainer.append((at, row["end"] - origin))
+        start, end = row["start"] - origin, row["end"] - origin
+        if computes and end > 1.0 and start < lanes.ends:
+            lanes.trainer.append((max(0.0, start), end))
     return lanes
 
 

@@ -3,7 +3,7 @@
 Each check raises a `UsageError` that names the setting, its value and a fix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -256,17 +256,6 @@ def check_strategy(trainer: Trainer) -> None:
         raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
         )
-
-
-def check_same_ranks(ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse processes of a Trainer that were not started with the same settings."""
-    for rank, settings in enumerate(ranks):
-        for name, value in settings.items():
-            if value != ranks[0][name]:
-                raise UsageError(
-                    f"Rank {rank} has `{name}={value}`, and rank 0 has `{name}={ranks[0][name]}`. "
-                    "Start all of them with the same package and the same settings."
-                )
 
 
 def check_parallelism(

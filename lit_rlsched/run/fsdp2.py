@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lit_rlsched.run.same_ranks import check_same_weights
 from lit_rlsched.run.saving.checkpoints import (
     inspect_checkpoint,
     refusing,
@@ -160,9 +161,13 @@ def shard(model: nn.Module, mesh: Any) -> None:
     Args:
         model: A transformers model, or one wrapped by PEFT.
         mesh: Device mesh of one dimension over the ranks.
+
+    Raises:
+        UsageError: ranks have loaded other weights.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    check_same_weights(model)
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -30,6 +30,7 @@ from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.combinations import check
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.same_ranks import check_same_prompts
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
@@ -122,6 +123,7 @@ class Startup:
         if self.prompts.stream:
             check_streams(schedule.rule.has_domains)
         elif train := self.prompts.train:
+            check_same_prompts(team, train)
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
             check(schedule, replace(facts, prompts=len(train)))

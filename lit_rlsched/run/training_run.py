@@ -21,10 +21,11 @@ from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
-from lit_rlsched.run.checks import check_same_ranks, check_trainer
+from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, stop_together
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.run.same_ranks import check_ranks
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
@@ -192,7 +193,7 @@ class TrainingRun:
             self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = DistributedTeam()
-            check_same_ranks(self.team.all_gather({"version": __version__, **self._same}))
+            check_ranks(trainer, self.team, {"version": __version__, **self._same})
             stop_together(trainer)
         module = trainer.lightning_module
         self.facts = RunFacts(

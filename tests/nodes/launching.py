@@ -21,14 +21,21 @@ def alone(host, name, **run):
     return [host.start(sys.executable, SCRIPT, FOLDER, given(name, [host], 1, **run))]
 
 
-def torchrun(hosts, name, ranks=1, **run):
-    """Start a run with `torchrun` on each host; returns the processes."""
+def torchrun(hosts, name, ranks=1, second=(), **run):
+    """Start a run with `torchrun` on each host; returns the processes.
+
+    `second` has what is another on the second host.
+    """
     shape = [f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks}"]
     meet = [f"--master-addr={hosts[0].name}", "--master-port=29511"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *shape, *meet]
     return [
         host.start(
-            *launcher, f"--node-rank={number}", SCRIPT, FOLDER, given(name, hosts, ranks, **run)
+            *launcher,
+            f"--node-rank={number}",
+            SCRIPT,
+            FOLDER,
+            given(name, hosts, ranks, **(run | dict(second) if number else run)),
         )
         for number, host in enumerate(hosts)
     ]

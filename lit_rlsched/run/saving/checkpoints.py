@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -83,7 +84,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         local = _is_local_file_protocol(path) and not str(path).startswith("http")
         if local:
             if not Path(path).exists():
-                raise CheckpointError(f"There is no checkpoint `{path}`. Give an existing file.")
+                raise CheckpointError(
+                    f"There is no checkpoint `{path}` on {socket.gethostname()}. Give an existing "
+                    "file. Processes on several hosts need it on each, or in a shared folder."
+                )
             _check_file(path)
         with refusing(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)

@@ -1,0 +1,122 @@
+"""What the processes of a run must have in common, on one host or several."""
+
+import hashlib
+import secrets
+import socket
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from torch import nn
+
+from lit_rlsched.ranks import Team
+from lit_rlsched.settings import UsageError
+from lit_rlsched.types import Prompt
+
+SEEN = 10.0
+"""Seconds until a file of another host is seen: network file systems remember that it was not."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def host() -> str:
+    """Return the name of this host."""
+    return socket.gethostname()
+
+
+def check_ranks(trainer: Trainer, team: Team, settings: Mapping[str, Any]) -> None:
+    """Refuse processes that were started in other ways, or whose checkpoints would not be whole.
+
+    Args:
+        trainer: The Trainer.
+        team: Its processes.
+        settings: What must be the same for all of them, by name.
+    """
+    check_same(team.all_gather((host(), settings)))
+    check_shared_folder(trainer, team)
+
+
+def check_same(
+    ranks: Sequence[tuple[str, Mapping[str, Any]]],
+    fix: str = "Start all of them with the same package and the same settings.",
+) -> None:
+    """Refuse processes of a Trainer that differ.
+
+    Args:
+        ranks: Host of each rank, and what must be the same, by name.
+        fix: What to do.
+    """
+    several = len({name for name, _ in ranks}) > 1
+    at = [f" on {name}" if several else "" for name, _ in ranks]
+    first = ranks[0][1]
+    for rank, (_, settings) in enumerate(ranks):
+        for name, value in settings.items():
+            if value != first[name]:
+                raise UsageError(
+                    f"Rank {rank}{at[rank]} has `{name}={value}`, and rank 0{at[0]} has "
+                    f"`{name}={first[name]}`. {fix}"
+                )
+
+
+def check_same_weights(model: nn.Module) -> None:
+    """Refuse ranks that have loaded other weights, before each keeps a part of its own."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (host(), {"weights": fingerprint(model)}))
+    check_same(found, "Copy the model's folder of rank 0 to every host.")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return digits that depend on names, types, shapes and values of the weights."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name, tensor in model.state_dict().items():
+        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        total = int(bits.sum(dtype=torch.int64))  # exact, in whatever order a device adds
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total};".encode())
+    return digest.hexdigest()
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
+    """Return the number of prompts, and digits that depend on their names and tokens."""
+    number = digest = 0
+    for number, prompt in enumerate(prompts, start=1):  # noqa: B007
+        digest = zlib.crc32(prompt.uid.encode(), digest)
+        digest = zlib.crc32(array("i", prompt.token_ids).tobytes(), digest)
+    return f"{number:,} prompts ({digest:08x})"
+
+
+def check_same_prompts(team: Team, prompts: Iterable[Prompt]) -> None:
+    """Refuse ranks that have read other training data."""
+    if team.size > 1:
+        own = {"train_data": prompts_digest(prompts)}
+        check_same(team.all_gather((host(), own)), "Copy the data of rank 0 to every host.")
+
+
+def check_shared_folder(trainer: Trainer, team: Team) -> None:
+    """Refuse ranks that would write the parts of a checkpoint to different disks."""
+    if not getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+        return
+    root = Path(trainer.default_root_dir).absolute()
+    mark: Path = team.broadcast(root / f".shared-{secrets.token_hex(8)}")
+    if team.leads:
+        root.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    team.all_gather(None)  # the file is there
+    deadline = time.monotonic() + SEEN
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found = team.all_gather((host(), seen))
+    if team.leads:
+        mark.unlink()
+    blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(found) if not sees]
+    if blind:
+        raise UsageError(
+            f"`FSDP2Strategy(save_distributed_checkpoint=True)`: each rank writes its part of a "
+            f"checkpoint below `{root}`, but {', '.join(blind)} does not see the folder of rank 0 "
+            f"on {found[0][0]}: no checkpoint would be whole. Put `trainer.default_root_dir` into "
+            "a folder that all hosts share, or leave `save_distributed_checkpoint` out."
+        )
