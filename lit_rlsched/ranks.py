@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 import sys
 import threading
 from collections import deque
@@ -101,19 +102,24 @@ class TeamWatch:
         self._ending = threading.Event()
         self._sending = threading.Lock()
         self._connections: dict[int, Connection[Any, Any]] = {}
+        own = socket.gethostname()
         host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(32)
         if rank == 0:
             with Listener((host, 0), backlog=1024, authkey=key) as listener:
-                ranks = all_gather((os.getpid(), listener.address[1], key))
+                ranks = all_gather((os.getpid(), own, listener.address[1], key))
                 for _ in ranks[1:]:
                     connection = listener.accept()
                     self._connections[connection.recv()] = connection
         else:
-            ranks = all_gather((os.getpid(), None, None))
-            _, port, key = ranks[0]
+            ranks = all_gather((os.getpid(), own, None, None))
+            *_, port, key = ranks[0]
             self._connections[0] = Client((host, port), authkey=key)
             self._connections[0].send(rank)
-        self._names = [f"Rank {i} (process {pid})" for i, (pid, *_) in enumerate(ranks)]
+        apart = len({name for _, name, *_ in ranks}) > 1
+        self._names = [
+            f"Rank {i} (process {pid}{f' on {name}' if apart else ''})"
+            for i, (pid, name, *_) in enumerate(ranks)
+        ]
         threading.Thread(target=self._beat, daemon=True, name="team-beat").start()
         for other in self._connections:
             threading.Thread(

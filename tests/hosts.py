@@ -58,31 +58,27 @@ class Host:
         return [*inside, *map(str, arguments)]
 
     def start(
-        self, *arguments: str | Path, env: Mapping[str, str] = {}, log: Path | None = None
+        self, *arguments: str | Path, env: Mapping[str, str] = {}, talks: bool = False
     ) -> subprocess.Popen[str]:
         """Start a command in it, in a session of its own.
 
         Args:
             arguments: The command.
             env: Further environment variables.
-            log: File outside, for what it prints. By default that is read from the process.
+            talks: Whether one can write to it.
         """
-        out = subprocess.PIPE if log is None else log.open("a")
         own = {"HOME": str(HOME), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            process = subprocess.Popen(
-                self.command(*arguments),
-                env={**os.environ, **own, **env},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            self.started.append(process)
-            return process
-        finally:
-            if log is not None:
-                out.close()  # type: ignore[union-attr]
+        process = subprocess.Popen(
+            self.command(*arguments),
+            env={**os.environ, **own, **env},
+            stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
 
     def run(
         self, *arguments: str | Path, env: Mapping[str, str] = {}, timeout: float = SECONDS

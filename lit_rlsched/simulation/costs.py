@@ -19,7 +19,10 @@ WELL = 0.1
 FEWER = 1.01
 """A model with fewer terms is taken if its squared error is at most this many times the least."""
 FORWARD = 1 / 3
-"""Share of a forward pass in the cost of an update's position: the backward pass is two of them."""
+"""Share of a forward pass in the cost of an update's position: the backward pass is two of them.
+
+If the engine's prefill takes longer, a forward pass is supposed to take as long: an update that had
+nothing to compute tells nothing."""
 LEAST = 0.1
 """Share of the seconds of decode steps that must be beside the trainer's work, and alone, before
 one can tell how much longer a step takes there."""
@@ -366,6 +369,18 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     return terms["update"], terms["position"], fit, share
 
 
+def read_share(traces: Tables) -> float:
+    """Return the positions to read over all positions, if a prompt is read once for its group."""
+    read = every = 0
+    seen: set[str] = set()
+    for row in traces.rows("completions"):
+        group = f"{row['request'].rpartition('/')[0]} {row['round']}"
+        read += row["tokens"] + (0 if group in seen else row["prompt_tokens"])
+        every += row["tokens"] + row["prompt_tokens"]
+        seen.add(group)
+    return read / max(1, every)
+
+
 def verify_cost(traces: Tables, seconds: Mapping[int, float], streams: bool) -> float | None:
     """Return the seconds for each position of a pass that verifies; `None`: none was measured.
 
@@ -432,6 +447,9 @@ def calibrated(traces: Tables) -> Costs:
     update, position, of_update, share = update_fit(traces, rounds.update)
     streams = any(row["what"] == "gradients" for row in traces.rows("intervals"))
     verify = verify_cost(traces, rounds.verify, streams)
+    if verify is None:
+        reads = step.prefill * read_share(traces) / traces.about.get("ranks", 1)
+        verify = max(FORWARD * position, reads)
     table = traces.table("completions")
     latencies = [*filter(None, table.column("reward_seconds").to_pylist())] or [0.0]
     every = -(-len(latencies) // MOST_LATENCIES)
@@ -439,7 +457,7 @@ def calibrated(traces: Tables) -> Costs:
         step,
         update,
         position,
-        FORWARD * position if verify is None else verify,
+        verify,
         _median(rounds.sync),
         slowdown,
         _median(rounds.other),

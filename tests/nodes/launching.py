@@ -2,60 +2,98 @@
 
 import json
 import sys
+import time
+from itertools import count
 from pathlib import Path
 
 import torch
 
-SCRIPT = Path(__file__).with_name("node_run.py")
-FOLDER, MODEL = "/tmp/run", "/tmp/model"
+HERE = Path(__file__).parent
+PORTS = count(29600)
 
 
-def given(name, hosts, ranks, **run):
-    """Return a run as the script takes it; `ranks` of each host."""
-    both = {"nodes": len(hosts), "ranks": ranks * len(hosts), "model": MODEL}
-    return json.dumps({"name": name, **both, **run})
+class Server:
+    """A process on a host that has done the imports, and forks ranks."""
+
+    def __init__(self, host):
+        self.host = host
+        self.process = host.start(sys.executable, HERE / "host_server.py", talks=True)
+
+    def start(self, folder, run, env=()):
+        """Start a rank in a folder of the host."""
+        log = f"/tmp/{run['name']}-{next(PORTS)}.log"
+        given = {"folder": folder, "run": run, "env": dict(env), "log": log}
+        print(json.dumps(given), file=self.process.stdin, flush=True)
+        pid = ""
+        while not pid.strip().isdigit():  # after what the imports say
+            pid = self.process.stdout.readline()
+            assert pid, "the server has ended"
+        return Rank(self.host, int(pid), log)
 
 
-def alone(host, name, **run):
-    """Start a run of one process."""
-    return [host.start(sys.executable, SCRIPT, FOLDER, given(name, [host], 1, **run))]
+class Rank:
+    """A process on a host."""
+
+    def __init__(self, host, pid, log):
+        self.host, self.pid = host, pid
+        self._log = host.path(log)
+        self._code = host.path(f"{log}.code")
+
+    @property
+    def code(self):
+        """Its exit code; `None`: it runs."""
+        return int(self._code.read_text()) if self._code.exists() else None
+
+    @property
+    def said(self):
+        return self._log.read_text()
+
+    def wait(self, seconds=300):
+        """Wait for its end; returns its exit code."""
+        deadline = time.monotonic() + seconds
+        while self.code is None:
+            assert time.monotonic() < deadline, self.said[-5000:]
+            time.sleep(0.05)
+        return self.code
 
 
-def torchrun(hosts, name, ranks=1, second=(), **run):
-    """Start a run with `torchrun` on each host; returns the processes.
+def start(servers, folder, name, ranks=1, second=(), env=(), **run):
+    """Start the ranks of a run, `ranks` of them on each host.
 
     `second` has what is another on the second host.
     """
-    shape = [f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks}"]
-    meet = [f"--master-addr={hosts[0].name}", "--master-port=29511"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *shape, *meet]
-    return [
-        host.start(
-            *launcher,
-            f"--node-rank={number}",
-            SCRIPT,
-            FOLDER,
-            given(name, hosts, ranks, **(run | dict(second) if number else run)),
-        )
-        for number, host in enumerate(hosts)
-    ]
+    size, port = ranks * len(servers), next(PORTS)
+    made = []
+    for node, server in enumerate(servers):
+        own = {
+            "name": name,
+            "model": f"{folder}/model",
+            "nodes": len(servers),
+            "ranks": size,
+            **run,
+        }
+        own |= dict(second) if node else {}
+        for local in range(ranks):
+            place = {
+                "LOCAL_RANK": str(local),
+                "NODE_RANK": str(node),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": servers[0].host.name,
+                "MASTER_PORT": str(port),
+            }
+            made.append(server.start(folder, own, {**(place if size > 1 else {}), **dict(env)}))
+    return made
 
 
-def printed(processes, timeout=300.0):
-    """Wait for processes; return what each has printed."""
-    return [process.communicate(timeout=timeout)[0] for process in processes]
-
-
-def result(hosts, name, processes, ranks=1):
-    """Return exit codes and what each rank has written on its host, as the tests of ranks do."""
-    said = printed(processes)
-    codes = [process.returncode for process in processes]
+def result(servers, folder, name, ranks):
+    """Wait for a run; returns exit codes and what each rank has written, as `ranks/` does."""
+    codes = [rank.wait() for rank in ranks]
+    said = [rank.said for rank in ranks]
     if any(codes):
         return {"codes": codes, "said": said}
     wrote = [
-        json.loads(host.path(f"{FOLDER}/{name}.{number * ranks + i}.json").read_text())
-        for number, host in enumerate(hosts)
-        for i in range(ranks)
+        json.loads(rank.host.path(f"{folder}/{name}.{number}.json").read_text())
+        for number, rank in enumerate(ranks)
     ]
-    weights = torch.load(hosts[0].path(f"{FOLDER}/{name}.pt"))
+    weights = torch.load(servers[0].host.path(f"{folder}/{name}.pt"))
     return {"codes": codes, "said": said, "ranks": wrote, "weights": weights}

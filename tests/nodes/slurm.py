@@ -1,5 +1,6 @@
 """A SLURM of our own over hosts: a controller on the first, and a node on each."""
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -77,5 +78,8 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubsc
         logs = [path.read_text()[-1500:] for path in shared.glob("slurm*.log")]
         assert time.monotonic() < deadline, "\n".join([*said, *logs])
         time.sleep(0.5)
-    yield env
-    hosts[0].start("scancel", "--full", "--user=root", env=env).communicate(timeout=30)
+    try:
+        yield env
+    finally:
+        for host in hosts:
+            host.signal(signal.SIGKILL, "slurm")

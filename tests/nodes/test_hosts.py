@@ -7,6 +7,17 @@ import time
 from pathlib import Path
 
 import hosts as made
+import pytest
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts of this test alone."""
+    if why := made.obstacle():
+        pytest.skip(why)
+    with made.hosts(2) as both:
+        yield both
+
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 

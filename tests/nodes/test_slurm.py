@@ -11,7 +11,7 @@ import pytest
 import torch
 from nodes.slurm import PROGRAMS, slurm
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nodes")]
 
 RUN = (
     *("-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
@@ -21,15 +21,12 @@ RUN = (
 )
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+@pytest.fixture
+def cluster(both, shared):
     """Hosts, their shared folder as seen from here, and variables of SLURM's commands."""
-    if why := made.obstacle():
-        pytest.skip(why)
     if missing := [name for name in PROGRAMS if not shutil.which(name, path="/usr/bin:/usr/sbin")]:
         pytest.skip(f"no {', '.join(missing)} here (Debian: slurm-wlm, munge)")
-    shared = tmp_path_factory.mktemp("shared")
-    with made.hosts(2, shared) as both, slurm(both, shared) as env:
+    with slurm(both, shared) as env:
         yield both, shared, env
 
 

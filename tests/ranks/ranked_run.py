@@ -62,13 +62,16 @@ class OwnCopy(engines.TransformersEngine):
 class Recorder(RolloutCallback):
     """What rank 0 draws, and what every rank sees."""
 
-    def __init__(self, wrong=None):
+    def __init__(self, wrong=None, begun=None):
         self.rounds, self.losses, self.hooks, self.wrong = [], [], 0, wrong or {}
+        self.begun = begun
 
     def on_round_end(self, trainer, pl_module, round):
         self.hooks += 1
         drawn = [(g.id, c.index, [*c.token_ids]) for g in round.groups for c in g.completions]
         self.rounds.append(hashlib.blake2b(repr(drawn).encode(), digest_size=8).hexdigest())
+        if self.begun is not None:
+            self.begun.touch()
         self._go_wrong(trainer, "round")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -121,7 +124,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     }
     if more.get("long_prompts"):
         data["train_data"] = [{**row, "prompt": 20 * row["prompt"]} for row in SUMS[:80]]
-    recorder = Recorder(more.get("wrong"))
+    recorder = Recorder(more.get("wrong"), Path(folder, f"{name}.rounds"))
     made = [getattr(callbacks, n)(**k) for n, k in more.get("callbacks", {}).items()]
     trainer = Trainer(
         accelerator="cpu",
@@ -191,11 +194,16 @@ def fork(rank, port, log, folder, one):
     # in a fork, adapters round differently, and AdamW makes much of the rounding of small gradients
     if rank == 0 and "engine" in one and "engine_settings" not in one:
         forked_engines.begin()
+    of_rank = one.pop("of_rank", {}).get(str(rank), {})
+    training_run.__version__ = of_rank.pop("version", training_run.__version__)
+    ended_by(lambda: run(folder, **{**one, **of_rank}))
+
+
+def ended_by(call):
+    """Make a call, and end this process with what becomes of it."""
     code = 1
     try:
-        of_rank = one.pop("of_rank", {}).get(str(rank), {})
-        training_run.__version__ = of_rank.pop("version", training_run.__version__)
-        run(folder, **{**one, **of_rank})
+        call()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1

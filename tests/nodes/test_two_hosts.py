@@ -1,0 +1,145 @@
+"""Two hosts that share no folder train as one, and what differs between them is refused by name."""
+
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from several_ranks import check_same
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nodes")]
+EXACT = {"precision": "64-true", "rounds": 3}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_they_are_one(nodes, strategy):
+    one = nodes.run("one", nodes.servers[:1], **EXACT)
+    check_same([one, nodes.run("two", strategy=strategy, **EXACT)], 1e-11)
+
+
+def refused(ranks):
+    """Return what ranks have printed that have all ended with an error."""
+    assert all(rank.wait(120) for rank in ranks), [rank.said for rank in ranks]
+    return "\n".join(rank.said for rank in ranks)
+
+
+def test_other_weights_of_the_same_shape(nodes):
+    file = nodes.hosts[1].path(f"{nodes.folder}/model/model.safetensors")
+    weights = load_file(file)
+    next(iter(weights.values())).view(-1)[0] += 1e-3
+    save_file(weights, file, {"format": "pt"})
+    said = refused(nodes.start("run", strategy="fsdp2"))
+    assert "Rank 1 on h2 has `weights=" in said and "Copy the model's folder of rank 0" in said
+
+
+def test_a_host_without_the_model(nodes):
+    shutil.rmtree(nodes.hosts[1].path(f"{nodes.folder}/model"))
+    said = refused(nodes.start("run", strategy="ddp"))
+    assert f"`model={nodes.folder}/model`: no such folder" in said
+    assert re.search(r"Rank 1 \(process \d+ on h2\) has (failed|died)", said)
+
+
+def test_other_data(nodes):
+    other = {"data": {"train_data": [{"prompt": "1+1=", "answer": "2"}] * 9}}
+    said = refused(nodes.start("run", second=other, strategy="ddp"))
+    assert "Rank 1 on h2 has `train_data=9 prompts (" in said and "80 prompts (" in said
+
+
+def test_other_settings(nodes):
+    said = refused(nodes.start("run", second={"data": {"seed": 4}}, strategy="ddp"))
+    assert "Rank 1 on h2 has `seed=4`, and rank 0 on h1 has `seed=3`" in said
+
+
+def test_parts_of_a_checkpoint_on_two_disks(nodes):
+    said = refused(nodes.start("run", strategy="folders"))
+    assert "rank 1 on h2 does not see the folder of rank 0 on h1" in said
+    assert not [*nodes.hosts[0].path(nodes.folder).glob(".shared-*")]
+
+
+def test_a_checkpoint_that_one_host_has(nodes):
+    """The run goes on where all have it, also on one host, and is refused where one has not."""
+    whole = nodes.run("whole", strategy="ddp", **EXACT)
+    path = f"{nodes.folder}/half.ckpt"
+    nodes.run("half", strategy="ddp", **EXACT | {"rounds": 2}, save=path)
+    again = {"ckpt_path": path, **EXACT}
+    said = refused(nodes.start("again", strategy="ddp", **again))
+    assert f"There is no checkpoint `{path}` on h2" in said
+    first, second = (host.path(path) for host in nodes.hosts)
+    shutil.copy(first, second)
+    both = nodes.run("again", strategy="ddp", **again)
+    assert torch.equal(both["weights"], whole["weights"])
+    one = nodes.run("one", nodes.servers[:1], **again)
+    assert float((one["weights"] - whole["weights"]).abs().max()) < 1e-11
+
+
+SILENCE = 6.0
+"""Seconds without a sign of life, in place of two minutes."""
+
+
+def begun(nodes, ranks, name):
+    """Wait until the first round is over."""
+    path = nodes.hosts[0].path(f"{nodes.folder}/{name}.rounds")
+    for _ in range(600):
+        if path.exists():
+            return
+        assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
+        time.sleep(0.1)
+    raise TimeoutError("no round")
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("killed", "has died"), ("frozen", "shows no sign of life"), ("cut off", "no sign of life")],
+)
+def test_a_rank_on_another_host_is_lost(nodes, what, told):
+    ranks = nodes.start("run", strategy="ddp", rounds=500, silence=SILENCE)
+    begun(nodes, ranks, "run")
+    lost = ranks[1]
+    if what == "cut off":
+        lost.host.link(up=False)
+    else:
+        number = signal.SIGKILL if what == "killed" else signal.SIGSTOP
+        lost.host.run("kill", f"-{number.value}", str(lost.pid))
+    assert ranks[0].wait(60)
+    assert re.search(rf"Rank 1 \(process {lost.pid} on h2\) .*{told}", ranks[0].said)
+    if what == "frozen":
+        lost.host.run("kill", f"-{signal.SIGCONT.value}", str(lost.pid))
+    assert lost.wait(60)
+
+
+def test_a_cable_that_is_out_for_ten_seconds(nodes):
+    few = {"strategy": "ddp", "precision": "64-true", "rounds": 12}
+    whole = nodes.run("whole", **few)
+    ranks = nodes.start("cut", **few)
+    begun(nodes, ranks, "cut")
+    nodes.hosts[1].link(up=False)
+    time.sleep(10)
+    nodes.hosts[1].link(up=True)
+    cut = nodes.result("cut", ranks)
+    assert torch.equal(cut["weights"], whole["weights"])
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
+
+
+def test_torchrun(both):
+    """The command of the documentation, on the quick task."""
+    meet = ("--master-addr=h1", "--master-port=29511", "-m", "lit_rlsched", "fit")
+    run = (
+        *("-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
+        *("--data.prompts_per_round=2", "--data.num_generations=4"),
+        *("--trainer.accelerator=cpu", "--trainer.num_nodes=2", "--trainer.devices=1"),
+        *("--trainer.strategy=ddp", "--trainer.max_epochs=1", "--trainer.limit_val_batches=0"),
+        *("--trainer.logger=false", "--trainer.default_root_dir=/tmp/torchrun"),
+    )
+    processes = [
+        host.start(*TORCHRUN, f"--node-rank={number}", *meet, *run)
+        for number, host in enumerate(both)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert not any(process.returncode for process in processes), said
+    assert "round 1/1" in said[0] and "round 1/1" not in said[1]
