@@ -195,8 +195,14 @@ def test_noise_is_told_and_seconds_without_a_law_do_not_fit(tmp_path):
 
 
 def test_a_run_whose_rewards_are_all_equal_has_no_update_to_fit(tmp_path):
-    costs = calibrated(moved(write_run(tmp_path, advantage=0.0)))
+    traces = moved(write_run(tmp_path, advantage=0.0))
+    costs = calibrated(traces)
     assert costs.trained_share == 0 and not costs.fits[1].observations
+    # a pass that verifies takes as long as a prefill that reads a prompt once for its completions
+    rows = Traces.rows(traces, "completions")
+    tokens, groups = sum(row["tokens"] for row in rows), 6
+    share = (tokens + 30 * groups) / (tokens + 30 * len(rows))
+    assert costs.verify == pytest.approx(costs.step.prefill * share) and costs.step.prefill > 0
 
 
 def test_a_run_without_steps_is_refused(tmp_path):
