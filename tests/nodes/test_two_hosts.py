@@ -44,9 +44,10 @@ def test_a_host_without_the_model(nodes):
 
 
 def test_other_data(nodes):
-    other = {"data": {"train_data": [{"prompt": "1+1=", "answer": "2"}] * 9}}
+    other = {"data": {"train_data": [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)]}}
     said = refused(nodes.start("run", second=other, strategy="ddp"))
-    assert "Rank 1 on h2 has `train_data=9 prompts (" in said and "80 prompts (" in said
+    assert "Rank 1 on h2 has `train_data=9 prompts (" in said, said
+    assert "80 prompts (" in said
 
 
 def test_other_settings(nodes):
