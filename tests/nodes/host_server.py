@@ -24,7 +24,7 @@ def rank(given):
             os.dup2(log.fileno(), stream)
     torch.set_num_threads(1)
     os.environ |= given["env"]
-    Path(given["folder"]).mkdir(parents=True, exist_ok=True)
+    Path(given["folder"], given["run"]["name"]).mkdir(parents=True, exist_ok=True)
     ranked_run.ended_by(lambda: ranked_run.run(given["folder"], **given["run"]))
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of two hosts, with an engine on each: the run of one process."""
+"""A Ray cluster of two hosts, with an engine on each: the run with two engines on one host."""
 
 import secrets
 import sys
@@ -38,16 +38,16 @@ def cluster(both):
     assert not [of for host in both for of in host.processes().values() if "raylet" in of]
 
 
-def test_engines_on_both_hosts_draw_what_one_draws(nodes, cluster):
+def test_engines_on_two_hosts_are_those_of_one(nodes, cluster):
     second = nodes.hosts[1]
     exact = {"precision": "64-true", "rounds": 3}
-    alone = nodes.run("one", nodes.servers[:1], **exact)
-    run = {"engine": "TransformersEngine", "ray": True, "data": {"num_engines": 2}, **exact}
+    run = {"engine": "TransformersEngine", "data": {"num_engines": 2}, **exact}
+    children = nodes.run("one", nodes.servers[:1], **run)
     before = second.sent()
-    (rank,) = nodes.start("two", nodes.servers[:1], env=cluster, **run)
+    (rank,) = nodes.start("two", nodes.servers[:1], env=cluster, ray=True, **run)
     actors = []
     while rank.code is None and not actors:
         actors = [of for of in second.processes().values() if "Actor" in of or "ray::" in of]
     assert rank.wait() == 0 and actors, rank.said[-3000:]
-    check_same([alone, nodes.result("two", [rank])], 0.0)
+    check_same([children, nodes.result("two", [rank])], 0.0)
     assert second.sent() - before > 1e5
