@@ -183,10 +183,12 @@ def recommended(rows: Sequence[Simulated], wanted: Mapping[str, float]) -> Simul
     return min((r for r in allowed if r.outcome.seconds <= ENOUGH * least), key=simple)
 
 
-def first(rows: Sequence[Simulated]) -> list[Simulated]:
-    """Return the rows of a table, the fastest first."""
+def first(rows: Sequence[Simulated], best: Simulated | None = None) -> list[Simulated]:
+    """Return the rows of a table, the fastest first, with the recommended one."""
     ordered = sorted(rows, key=lambda row: row.outcome.seconds)
     alone = {row.name for row in rows if row.of is not None and len(row.of.options) < 2}
     pairs = [row.name for row in ordered if row.name not in alone]
     kept = alone | {*pairs[: max(0, SHOWN - len(alone))]}
+    if best is not None:
+        kept.add(best.name)
     return [row for row in ordered if row.name in kept]

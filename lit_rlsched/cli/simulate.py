@@ -176,17 +176,17 @@ def simulate(
     if picture is not None:
         from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
 
-        shown = {row.name: row.outcome for row in [*first(rows), *peers]}
+        shown = {row.name: row.outcome for row in [*first(rows, best), *peers]}
         simulated(shown, plain).savefig(picture)
     under = f" under {', '.join(names)}" if names else ""
     return "\n".join(
         [
             _told_setting(setting, trace),
             "",
-            _table(rows, plain, wanted),
+            _table(first(rows, best), plain, wanted),
             "",
             "Rules of other packages, on the same engine:",
-            _table(peers, plain, wanted),
+            _table(first(peers), plain, wanted),
             "",
             f"Recommended{under}: {best.name}" if best else f"No schedule fits{under}.",
             *([text] if text else []),
@@ -316,7 +316,7 @@ HEADER = (
 
 def _table(rows: Sequence[Simulated], plain: Outcome, wanted: Mapping[str, float]) -> str:
     lines = ["{:>9} {:>6} {:>8} {:>6} {:>9} {:>6} {:>7} {:>9}  {}".format(*HEADER)]
-    for row in first(rows):
+    for row in rows:
         of = row.outcome
         lines.append(
             f"{three_digits(of.seconds):>9} {plain.seconds / of.seconds:6.2f} "

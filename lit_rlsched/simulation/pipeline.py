@@ -300,7 +300,8 @@ class Pipeline:
             figures = self._figures(drawn, number, seconds, rollout + more, update)
             figures.verification = verification
             figures.around += verification
-            figures.steps_beside = self._rounds.engines.turn - drawn.turns
+            figures.steps_beside = self.engines.turn - drawn.turns
+            figures.peak_kv = self.engines.peak_kv
             made.append(figures)
         return made
 
