@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from lit_rlsched.callbacks.pictures.style import BLUE, GREEN, GREY, ORANGE, figure_of
 from lit_rlsched.callbacks.what_if import Setting, Simulated
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.simulation.costs import TRAINS
-from lit_rlsched.simulation.pipeline import Pipeline
+from lit_rlsched.simulation.lanes import TRAINS
+from lit_rlsched.simulation.pipeline import slowdown_of
 
 FIRST, LAST = 3, 5
 """Rounds that are drawn: the first ones warm up, and the last one of a run draws nothing ahead."""
@@ -51,16 +51,7 @@ def measured(folder: Path) -> Lanes:
 
 def simulated(setting: Setting, row: Simulated) -> Lanes:
     """Simulate the same rounds, on the lengths and costs of the setting."""
-    about = setting.about
-    pipeline = Pipeline(
-        row.schedule,
-        setting.work,
-        setting.costs,
-        setting.machine,
-        about["num_generations"],
-        about["steps_per_round"],
-        about["num_iterations"],
-    )
+    pipeline = setting.pipeline(row.schedule)
     log = pipeline.engines.log = []
     rounds = pipeline.run(LAST + 1).rounds
     lanes, at = Lanes(), 0.0
@@ -70,7 +61,7 @@ def simulated(setting: Setting, row: Simulated) -> Lanes:
         begins = at if ahead else at + drawn.rollout
         computes = drawn.update + (drawn.verification if ahead == "verify" else 0.0)
         both = min(drawn.rollout, computes) if ahead else 0.0
-        lost = (setting.machine.slowdown or setting.costs.slowdown or 1.0) - 1
+        lost = slowdown_of(setting.machine, setting.costs) - 1
         for item, start, end in spans:  # slower as long as both work
             begin, finish = (at + t + lost * min(t, both) for t in (start, end))
             lanes.slots.append((item.group, begin, finish))

@@ -51,13 +51,16 @@ class Setting:
     machine: Machine
     rounds: int
 
-    def _outcome(self, schedule: Schedule, exact_lengths: bool = False) -> Outcome:
+    def pipeline(self, schedule: Schedule, exact_lengths: bool = False) -> Pipeline:
+        """Return what simulates a schedule, which perhaps knows lengths in advance."""
         about, machine = self.about, self.machine
         if exact_lengths:
             machine = replace(machine, rank_correlation=1.0)
         shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        pipeline = Pipeline(schedule, self.work, self.costs, machine, *shape)
-        return pipeline.run(self.rounds, WARM_UP)
+        return Pipeline(schedule, self.work, self.costs, machine, *shape)
+
+    def _outcome(self, schedule: Schedule, exact_lengths: bool = False) -> Outcome:
+        return self.pipeline(schedule, exact_lengths).run(self.rounds, WARM_UP)
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that go together."""

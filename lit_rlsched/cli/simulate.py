@@ -22,7 +22,7 @@ from lit_rlsched.module import GRPOModule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_count, check_range
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
-from lit_rlsched.simulation.pipeline import Machine, Outcome
+from lit_rlsched.simulation.pipeline import Machine, Outcome, slowdown_of
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
@@ -294,7 +294,7 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
     costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
     apart = "have devices or cores of their own"
-    slowdown = of.slowdown or setting.costs.slowdown or 1.0
+    slowdown = slowdown_of(of, setting.costs)
     if slowdown != 1:
         apart = f"take {slowdown:.3g} times as long while both work"
     return (

@@ -2,12 +2,12 @@
 
 import hashlib
 import secrets
-import socket
 import time
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -24,11 +24,6 @@ SEEN = 10.0
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def host() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
-
-
 def check_ranks(trainer: Trainer, team: Team, settings: Mapping[str, Any]) -> None:
     """Refuse processes that were started in other ways, or whose checkpoints would not be whole.
 
@@ -37,7 +32,7 @@ def check_ranks(trainer: Trainer, team: Team, settings: Mapping[str, Any]) -> No
         team: Its processes.
         settings: What must be the same for all of them, by name.
     """
-    check_same(team.all_gather((host(), settings)))
+    check_same(team.all_gather((gethostname(), settings)))
     check_shared_folder(trainer, team)
 
 
@@ -66,7 +61,7 @@ def check_same(
 def check_same_weights(model: nn.Module) -> None:
     """Refuse ranks that have loaded other weights, before each keeps a part of its own."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (host(), {"weights": fingerprint(model)}))
+    dist.all_gather_object(found, (gethostname(), {"weights": fingerprint(model)}))
     check_same(found, "Copy the model's folder of rank 0 to every host.")
 
 
@@ -74,8 +69,10 @@ def fingerprint(model: nn.Module) -> str:
     """Return digits that depend on names, types, shapes and values of the weights."""
     digest = hashlib.blake2b(digest_size=6)
     for name, tensor in model.state_dict().items():
-        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
-        total = int(bits.sum(dtype=torch.int64))  # exact, in whatever order a device adds
+        total = 0
+        if not tensor.is_meta:  # else it is loaded later
+            bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+            total = int(bits.sum(dtype=torch.int64))  # exact, in whatever order a device adds
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total};".encode())
     return digest.hexdigest()
 
@@ -93,7 +90,7 @@ def check_same_prompts(team: Team, prompts: Iterable[Prompt]) -> None:
     """Refuse ranks that have read other training data."""
     if team.size > 1:
         own = {"train_data": prompts_digest(prompts)}
-        check_same(team.all_gather((host(), own)), "Copy the data of rank 0 to every host.")
+        check_same(team.all_gather((gethostname(), own)), "Copy the data of rank 0 to every host.")
 
 
 def check_shared_folder(trainer: Trainer, team: Team) -> None:
@@ -109,7 +106,7 @@ def check_shared_folder(trainer: Trainer, team: Team) -> None:
     deadline = time.monotonic() + SEEN
     while not (seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    found = team.all_gather((host(), seen))
+    found = team.all_gather((gethostname(), seen))
     if team.leads:
         mark.unlink()
     blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(found) if not sees]

@@ -1,7 +1,6 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import fmean
@@ -9,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.scheduling.timeline import DECODING, TRAINER
+from lit_rlsched.scheduling.timeline import TRAINER, Span
 from lit_rlsched.scheduling.trace_files import Tables
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.decoder import StepCosts
+from lit_rlsched.simulation.lanes import Lanes, seconds_beside
 
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a table of the traces."""
 WELL = 0.1
 """Relative error of the seconds of a round from which on a model does not fit."""
 FEWER = 1.01
@@ -27,8 +29,7 @@ LEAST = 0.1
 """Share of the seconds of decode steps that must be beside the trainer's work, and alone, before
 one can tell how much longer a step takes there."""
 MOST_SLOWDOWN = 4.0
-TRAINS = ("update", "gradients", "verify")
-"""What a trainer computes."""
+"""Largest one that is looked for."""
 MOST_LATENCIES = 10_000
 
 
@@ -124,83 +125,7 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
-def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the seconds `[N]` of each interval that lie in one of the others.
-
-    Args:
-        starts: `[N]`.
-        ends: `[N]`.
-        others: `[M, 2]`, starts and ends of intervals that do not overlap.
-    """
-    if not len(others):
-        return np.zeros(len(starts))
-    others = others[np.argsort(others[:, 0])]
-    lasted = others[:, 1] - others[:, 0]
-    total = np.cumsum(lasted)
-    edges, until = others.ravel(), np.stack([total - lasted, total], axis=1).ravel()
-    return np.interp(ends, edges, until) - np.interp(starts, edges, until)
-
-
-def _joined(spans: Iterable[tuple[float, float]]) -> np.ndarray:
-    """Join intervals that overlap; `[M, 2]`."""
-    found: list[list[float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
-        else:
-            found.append([start, end])
-    return np.array(found).reshape(-1, 2)
-
-
-@dataclass(slots=True)
-class _Lanes:
-    """When trainer and engines computed, on the run's clock: intervals, `[M, 2]` each."""
-
-    trainer: np.ndarray
-    decoding: np.ndarray
-    idle: dict[int, np.ndarray]
-    """When each engine did not decode."""
-    began: dict[int, float]
-    """When the first step of a round began, as far as it is known."""
-    apart: bool
-    """Whether an engine can decode while the trainer computes."""
-
-    @classmethod
-    def of(cls, traces: Tables) -> "_Lanes":
-        trainer, decoding = [], list[tuple[float, float]]()
-        idle: dict[int, list[tuple[float, float]]] = {}
-        for row in traces.rows("intervals"):
-            span = row["start"], row["end"]
-            if row["lane"] == TRAINER:
-                if row["what"] in TRAINS and not row["waits_for"]:
-                    trainer.append(span)
-            elif row["what"] in DECODING:
-                decoding.append(span)
-            elif (number := row["lane"].removeprefix("engine ")).isdigit():
-                idle.setdefault(int(number), []).append(span)
-        rows = traces.rows("rounds")
-        began = {row["round"]: row["began"] for row in rows if row.get("began") is not None}
-        each = {engine: _joined(of) for engine, of in idle.items()}
-        apart = bool(traces.about.get("own_process", True))
-        return cls(_joined(trainer), _joined(decoding), each, began, apart)
-
-    def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the share of each window of steps in which the trainer computed, perhaps NaN."""
-        origin = np.array([self.began.get(n, math.nan) for n in columns["round"].tolist()])
-        starts, ends = columns["start"] + origin, columns["end"] + origin
-        if not self.apart:
-            return np.zeros(len(starts))
-        return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
-
-    def waits(self, number: int, engine: int, start: float, end: float) -> float:
-        """Return the seconds in which an engine did not decode, between two moments of a round."""
-        if (at := self.began.get(number)) is None:
-            return 0.0
-        edges = np.array([start + at]), np.array([end + at])
-        return float(seconds_beside(*edges, self.idle.get(engine, np.zeros((0, 2))))[0])
-
-
-def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
+def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
     """Fit the seconds of decode steps, with what passes between two of them.
 
     If some steps were made while the trainer computed and some were not, the costs are those of a
@@ -208,6 +133,7 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | 
 
     Args:
         traces: Tables of a run.
+        lanes: When its trainer and its engines computed.
         warm_up: Number of a round that is left out, if there are others.
 
     Raises:
@@ -227,7 +153,6 @@ def step_fit(traces: Tables, warm_up: int = 0) -> tuple[StepCosts, Fit, float | 
             f"`{traces.folder}`: every decode step has draft tokens, so what a plain one costs is "
             "not known. Give a run without `Speculation`."
         )
-    lanes = _Lanes.of(traces)
     model = {
         "base": columns["decode_steps"],
         "running": columns["running"],
@@ -309,14 +234,12 @@ class _Rounds:
     other: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, rows: Sequence[Mapping[str, Any]], decoding: np.ndarray, slowdown: float
-    ) -> "_Rounds":
+    def of(cls, rows: Rows, decoding: Sequence[Span], slowdown: float) -> "_Rounds":
         """Count the seconds; those beside decode steps are divided by the slowdown.
 
         Args:
             rows: Of the table of intervals.
-            decoding: When engines decoded, `[M, 2]`.
+            decoding: When engines decoded, in order.
             slowdown: How much longer the trainer takes then.
         """
         self = cls()
@@ -369,32 +292,41 @@ def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, flo
     return terms["update"], terms["position"], fit, share
 
 
-def read_share(traces: Tables) -> float:
-    """Return the positions to read over all positions, if a prompt is read once for its group."""
-    read = every = 0
-    seen: set[str] = set()
-    for row in traces.rows("completions"):
-        group = f"{row['request'].rpartition('/')[0]} {row['round']}"
-        read += row["tokens"] + (0 if group in seen else row["prompt_tokens"])
-        every += row["tokens"] + row["prompt_tokens"]
+def sibling_tokens(completions: Rows) -> int:
+    """Return the tokens of the prompts that another completion of a group and round has, too."""
+    seen: set[tuple[str, int]] = set()
+    tokens = 0
+    for row in completions:
+        group = row["request"].rpartition("/")[0], row["round"]
+        if group in seen:
+            tokens += row["prompt_tokens"]
         seen.add(group)
-    return read / max(1, every)
+    return tokens
 
 
-def verify_cost(traces: Tables, seconds: Mapping[int, float], streams: bool) -> float | None:
+def read_share(completions: Rows) -> float:
+    """Return the positions to read over all positions, if a prompt is read once for its group."""
+    every = sum(row["tokens"] + row["prompt_tokens"] for row in completions)
+    return (every - sibling_tokens(completions)) / max(1, every)
+
+
+def verify_cost(
+    rounds: Rows, completions: Rows, seconds: Mapping[int, float], streams: bool
+) -> float | None:
     """Return the seconds for each position of a pass that verifies; `None`: none was measured.
 
     A pass of its own verifies the drafts that the update does not, and another one reads those that
     are cut. Where gradients are streamed, those of drafts with an advantage are cut by two passes.
 
     Args:
-        traces: Tables of a run.
+        rounds: Rows of a run's rounds.
+        completions: Rows of its completions.
         seconds: Of the verification in each round.
         streams: Whether the update's pass verifies what it trains on.
     """
-    metrics = {row["round"]: dict(row.get("metrics") or ()) for row in traces.rows("rounds")}
+    metrics = {row["round"]: dict(row.get("metrics") or ()) for row in rounds}
     groups: dict[int, list[Mapping[str, Any]]] = {}
-    for row in traces.rows("completions"):
+    for row in completions:
         groups.setdefault(row["round"], []).append(row)
     took = passes = 0.0
     for number, of in metrics.items():
@@ -414,13 +346,9 @@ def _median(of: Mapping[int, float]) -> float:
     return float(np.median([*of.values()])) if of else 0.0
 
 
-def cached_share(traces: Tables) -> float:
+def cached_share(traces: Tables, completions: Rows) -> float:
     """Return the share of the siblings' prompt tokens that the engine had in its cache."""
-    could: dict[str, list[int]] = {}
-    for row in traces.rows("completions"):
-        name = f"{row['request'].rpartition('/')[0]} {row['round']}"
-        could.setdefault(name, []).append(row["prompt_tokens"])
-    siblings = sum(sum(of[1:]) for of in could.values())
+    siblings = sibling_tokens(completions)
     cached = sum(traces.table("steps").column("cached_tokens").to_pylist())
     return min(1.0, cached / siblings) if siblings else 0.0
 
@@ -433,25 +361,26 @@ def calibrated(traces: Tables) -> Costs:
     Raises:
         UsageError: the traces have no decode steps.
     """
-    first = min((row["round"] for row in traces.rows("rounds")), default=0)
-    step, fit, slowdown = step_fit(traces, first)
-    decoding = _Lanes.of(traces).decoding
-    rounds = _Rounds.of(traces.rows("intervals"), decoding, slowdown or 1.0)
-    step = replace(step, cached=cached_share(traces))
-    last = max((row["round"] for row in traces.rows("rounds")), default=first)
-    if len(rounds.other) > 1:
-        rounds.other.pop(last + 1, None)  # what comes after the last round ends the run
+    intervals, completions = traces.rows("intervals"), traces.rows("completions")
+    of_rounds = traces.rows("rounds")
+    numbers = [row["round"] for row in of_rounds]
+    first = min(numbers, default=0)
+    lanes = Lanes.of(traces, intervals)
+    step, fit, slowdown = step_fit(traces, lanes, first)
+    rounds = _Rounds.of(intervals, lanes.decoding, slowdown or 1.0)
+    step = replace(step, cached=cached_share(traces, completions))
+    if len(rounds.other) > 1:  # what comes after the last round ends the run
+        rounds.other.pop(max(numbers, default=first) + 1, None)
     for of in (rounds.update, rounds.sync, rounds.verify, rounds.other):
         if len(of) > 1:
             of.pop(first, None)
     update, position, of_update, share = update_fit(traces, rounds.update)
-    streams = any(row["what"] == "gradients" for row in traces.rows("intervals"))
-    verify = verify_cost(traces, rounds.verify, streams)
+    streams = any(row["what"] == "gradients" for row in intervals)
+    verify = verify_cost(of_rounds, completions, rounds.verify, streams)
     if verify is None:
-        reads = step.prefill * read_share(traces) / traces.about.get("ranks", 1)
+        reads = step.prefill * read_share(completions) / traces.about.get("ranks", 1)
         verify = max(FORWARD * position, reads)
-    table = traces.table("completions")
-    latencies = [*filter(None, table.column("reward_seconds").to_pylist())] or [0.0]
+    latencies = [*filter(None, (row["reward_seconds"] for row in completions))] or [0.0]
     every = -(-len(latencies) // MOST_LATENCIES)
     return Costs(
         step,

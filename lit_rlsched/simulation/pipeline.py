@@ -34,6 +34,11 @@ class Machine:
     """Share of drafts that the next policy accepts whole."""
 
 
+def slowdown_of(machine: Machine, costs: Costs) -> float:
+    """Return how much longer engine and trainer take while both work."""
+    return machine.slowdown or costs.slowdown or 1.0
+
+
 @dataclass(slots=True)
 class SimulatedRound:
     """Figures of a round."""
@@ -239,7 +244,7 @@ class Pipeline:
         drawn = self._drawn(number, drafts)
         rollout, update = self._rollout(drawn), self._update(drawn)
         beside = self._streamed(drawn, rollout, update)
-        seconds = rollout + update - beside + (self._slowdown - 1) * beside
+        seconds = rollout + update - beside + (slowdown_of(self.machine, self.costs) - 1) * beside
         return self._figures(drawn, number, seconds, rollout, update)
 
     def _ahead(self, rounds: int) -> list[SimulatedRound]:
@@ -308,11 +313,7 @@ class Pipeline:
     def _overlapped(self, rollout: float, update: float) -> float:
         """Seconds of a rollout and an update that begin at the same time."""
         shorter, longer = sorted((rollout, update))
-        return longer + (self._slowdown - 1) * shorter
-
-    @property
-    def _slowdown(self) -> float:
-        return self.machine.slowdown or self.costs.slowdown or 1.0
+        return longer + (slowdown_of(self.machine, self.costs) - 1) * shorter
 
     def _verification(self, drawn: Drawn, streams: bool = False) -> float:
         """Seconds of the passes that verify drafts, beside those of the update.

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, seconds_beside, verify_cost
+from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, verify_cost
 from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
+from lit_rlsched.simulation.lanes import seconds_beside
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=3, max_size=3), st.integers(0, 99))
@@ -152,7 +152,7 @@ INTERVALS = st.lists(st.integers(0, 40), max_size=12, unique=True).map(
 @given(INTERVALS, INTERVALS)
 def test_seconds_beside_others_are_counted(own, others):
     starts, ends = np.array(own, float).reshape(-1, 2).T
-    found = seconds_beside(starts, ends, np.array(others[::-1], float).reshape(-1, 2))
+    found = seconds_beside(starts, ends, others)
     covered = {second for start, end in others for second in range(start, end)}
     assert found.tolist() == [len(covered & {*range(*interval)}) for interval in own]
 
@@ -180,11 +180,10 @@ def test_the_cost_of_a_verification_is_found(streams, passes):
         {"round": 2, "prompt_tokens": 10, "tokens": 20, "advantage": float(i < 3)} for i in range(4)
     ]
     metrics = {"drafts/tokens": 80.0, "drafts/completed": 3.0}
-    tables = {"rounds": [{"round": n, "metrics": metrics} for n in (1, 2)], "completions": rows}
-    traces = SimpleNamespace(rows=tables.get)
-    found = verify_cost(traces, {1: 5.0, 2: 6.0}, streams)
+    rounds = [{"round": n, "metrics": metrics} for n in (1, 2)]
+    found = verify_cost(rounds, rows, {1: 5.0, 2: 6.0}, streams)
     assert found == pytest.approx(6.0 / (4 * 30 * passes))
-    assert verify_cost(traces, {2: 0.0}, streams) is None
+    assert verify_cost(rounds, rows, {2: 0.0}, streams) is None
 
 
 def test_noise_is_told_and_seconds_without_a_law_do_not_fit(tmp_path):
