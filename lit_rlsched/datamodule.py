@@ -10,6 +10,7 @@ from lightning import LightningDataModule
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.trainer.call import _call_configure_model
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
 from lit_rlsched.data.rows import Rows
@@ -17,6 +18,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.run import checks
+from lit_rlsched.run.interrupts import is_requeued, requeue
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.run_config import logged_settings
@@ -289,7 +291,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         self.run.finish()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tear down; Lightning does not after an exception."""
+        """Tear down, which Lightning does not, and requeue a job that SLURM's signal stopped."""
+        if isinstance(exception, SIGTERMException) and is_requeued(self.run.trainer):
+            requeue(self.run.trainer)
         self.run.team.failed(exception)
         self.teardown("")
 

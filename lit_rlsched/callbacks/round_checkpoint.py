@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
-from lit_rlsched.run.interrupts import settle_progress
+from lit_rlsched.run.interrupts import is_requeued, settle_progress
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
 from lit_rlsched.settings import RemembersInit, UsageError
@@ -80,7 +80,8 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
     ) -> None:
         """Save if the run was asked to stop."""
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if isinstance(exception, SIGTERMException) and trains:
+        stopped = isinstance(exception, SIGTERMException) and trains
+        if stopped and not is_requeued(trainer):  # Lightning saves that one
             self._save(trainer, stopped=True)
 
     def _save(self, trainer: Trainer, stopped: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -113,6 +114,8 @@ def plain_warnings() -> Iterator[None]:
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
+        if "SLURM_JOB_ID" not in os.environ:  # where SLURM is installed, Lightning says to use it
+            warnings.filterwarnings("ignore", message="The `srun` command is available")
         # given when Python compiles a module, as in the first run after an installation
         warnings.filterwarnings(
             "ignore", category=SyntaxWarning, module=r".*\b(site|dist)-packages\b"

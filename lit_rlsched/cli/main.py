@@ -47,7 +47,7 @@ from lit_rlsched.engines.gpu_setup import refuse_missing_gpus, refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.processes import require_posix
 from lit_rlsched.run.checks import check_trainer
-from lit_rlsched.run.interrupts import listening
+from lit_rlsched.run.interrupts import listening, was_requeued
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.settings import UsageError
 
@@ -253,6 +253,9 @@ class RolloutCLI(LightningCLI):
         for callback in self._callbacks(RolloutLogger):
             callback.on_fit_end(self.trainer, self.trainer.lightning_module)
         self._print_result()
+        if was_requeued(self.trainer):
+            print("The run was saved, and goes on when SLURM starts the job again.", flush=True)
+            return
         command = resume_command(self.trainer)
         how = f"Resume it with `{command}`." if command else "Nothing was saved."
         print(f"The run was stopped before its end. {how}", flush=True)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: stop where a resumed run is the same as one that was never stopped."""
+"""SIGTERM, Ctrl-C and SLURM's signal: stop where a resumed run is the same as one never stopped."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning import Trainer
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
@@ -54,15 +55,51 @@ def listening(trainer: Trainer) -> Iterator[InterruptHandler]:
         signal.signal(signal.SIGINT, before)
 
 
-def stop_together(trainer: Trainer) -> None:
-    """Let a signal only ask a Trainer of several ranks to stop; the leader then tells the others.
+def only_ask(trainer: Trainer, fits: bool) -> None:
+    """Let signals only ask the Trainer to stop; its ranks then do so together.
 
-    Lightning's handler sends to the other ranks in the middle of whatever this one does, and both
-    sides hang if they wait for something else.
+    Lightning's handlers of SIGTERM (on several ranks) and of SLURM's signal talk to the other ranks
+    or save in the middle of whatever this one does. Both sides hang if they wait for something
+    else, and what is saved may be half a step.
     """
     connector: Any = trainer._signal_connector
-    connector.asked_to_stop = False
-    connector._sigterm_notifier_fn = lambda number, frame: ask_to_stop(connector)
+    if trainer.world_size > 1:
+        connector.asked_to_stop = False
+        connector._sigterm_notifier_fn = lambda number, frame: ask_to_stop(connector)
+    if fits:
+        connector.requeue_signal = 0
+        connector._slurm_sigusr_handler_fn = lambda number, _: _ask_to_requeue(number, connector)
+
+
+def _ask_to_requeue(number: int, connector: Any) -> None:
+    connector.requeue_signal = number
+    ask_to_stop(connector)
+
+
+def is_requeued(trainer: Trainer) -> bool:
+    """Whether SLURM's signal stopped a fit that goes on when SLURM starts the job again.
+
+    Called by all ranks once they stop.
+    """
+    connector: Any = trainer._signal_connector
+    asked = getattr(connector, "requeue_signal", None)
+    environment = trainer._accelerator_connector.cluster_environment
+    if asked is None or not isinstance(environment, SLURMEnvironment):
+        return False
+    return trainer.strategy.reduce_boolean_decision(asked > 0, all=False)
+
+
+def requeue(trainer: Trainer) -> None:
+    """Save a stopped run where Lightning looks for it, and put its job back into SLURM's queue."""
+    settle_progress(trainer)
+    connector: Any = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, connector.requeue_signal, None)
+    connector.was_requeued = True
+
+
+def was_requeued(trainer: Trainer) -> bool:
+    """Whether the run has been saved for the next start of its job."""
+    return getattr(trainer._signal_connector, "was_requeued", False)
 
 
 def ask_to_stop(connector: Any) -> None:

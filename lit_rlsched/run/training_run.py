@@ -23,7 +23,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.fsdp2 import is_sharded
-from lit_rlsched.run.interrupts import asked_to_stop, stop_together
+from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.same_ranks import check_ranks
 from lit_rlsched.run.saving.resuming import (
@@ -194,7 +194,7 @@ class TrainingRun:
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = DistributedTeam()
             check_ranks(trainer, self.team, {"version": __version__, **self._same})
-            stop_together(trainer)
+        only_ask(trainer, fits=trains)
         module = trainer.lightning_module
         self.facts = RunFacts(
             self.settings,
