@@ -24,7 +24,7 @@ SLOW   += --dist loadgroup --no-loadscope-reorder --durations=40
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install browser quickstart real-model docs gpu-check test test-slow test-all test-next checks mutants audit dist smoke lint types
+.PHONY: help install browser quickstart real-model docs gpu-check test test-slow test-all test-next checks failures mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,6 +102,9 @@ endif
 	-.venv-next/bin/pip check
 	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
+
+failures: install  ## Lose ranks, engines and hosts in every phase of runs on two hosts, and print a table (an hour)
+	FAILURES=all $(BIN)/pytest -q -m slow tests/nodes/test_failures.py
 
 mutants: install  ## Run mutation tests of scheduling, losses and advantages; continues a stopped run
 	$(BIN)/pip install -q "mutmut==3.8.1"

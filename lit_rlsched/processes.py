@@ -18,13 +18,17 @@ from pathlib import Path
 
 from lit_rlsched.settings import UsageError
 
+FOR_TRAINER = (signal.SIGUSR1, signal.SIGUSR2) if sys.platform != "win32" else ()
+"""Signals of SLURM to a job, which only the trainer handles."""
+
 
 class ChildProcess:
     """A Python process with a pipe to it, which dies when its parent does.
 
     It runs in its own session: Ctrl-C reaches only the parent, and killing the process group also
-    ends the processes that the child started. `multiprocessing` is not used, as it would run an
-    unguarded script of the user again in each child.
+    ends the processes that the child started. SLURM's signal to all processes of a job does not
+    reach them. `multiprocessing` is not used, as it would run an unguarded script of the user again
+    in each child.
 
     Args:
         arguments: Command-line arguments of Python. Three numbers are appended: the descriptors of
@@ -38,13 +42,17 @@ class ChildProcess:
         read, self._lifeline = os.pipe()
         descriptors = [theirs.fileno(), read]
         numbers = map(str, [*descriptors, os.getpid()])
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments, *numbers],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_TRAINER)  # children inherit it
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments, *numbers],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         os.close(read)
 

@@ -32,6 +32,11 @@ TOUCHED = (
         "lightning.pytorch.trainer.connectors.signal_connector",
         "_SignalConnector._sigterm_notifier_fn(signum, frame)",
     ),
+    Touch(
+        "lightning.pytorch.trainer.connectors.signal_connector",
+        "_SignalConnector._slurm_sigusr_handler_fn(signum, _)",
+    ),
+    Touch("lightning.pytorch.trainer.trainer", "Trainer._accelerator_connector"),
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
     Touch("lightning.pytorch.cli", "LightningCLI._add_subcommands(parser)"),
     Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),

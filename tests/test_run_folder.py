@@ -197,15 +197,24 @@ def test_validation_of_a_run_that_is_not_there():
 
 
 def test_a_job_that_slurm_puts_back_goes_on_where_it_was(monkeypatch):
+    """From its newest checkpoint, whoever saved it; not in the folder of another job."""
+    for name, value in {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "7"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     folder = cli_folder.choose_folder(config(), "fit")
-    (folder / "hpc_ckpt_1.ckpt").touch()
-    assert cli_folder.choose_folder(config(), "fit") != folder
-    (folder.parent / "version_2").mkdir()
-    (folder.parent / "version_2" / "hpc_ckpt_1.ckpt").touch()
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    path = save(folder / "checkpoints/round_00004-step_000004.ckpt", rounds=4, seconds=1)
+    leave(folder)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    other = cli_folder.choose_folder(config(), "fit")
+    save(other / "hpc_ckpt_1.ckpt", rounds=4, seconds=2)
+    leave(other)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert cli_folder.choose_folder(config(), "fit") == folder.parent / "version_2"
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    assert cli_folder.choose_folder(config(), "fit") not in (folder, other)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for given in (None, "first.ckpt"):  # with which the job began
+        settings = config(ckpt_path=given)
+        assert cli_folder.choose_folder(settings, "fit") == folder
+        assert settings.ckpt_path == str(path.absolute())
 
 
 # Checkpoints that cannot be read.

@@ -15,6 +15,7 @@ from lit_rlsched.run.saving.checkpoints import read_checkpoint
 ROOT = Path(__file__).parents[1]
 CALLBACK = '''
 import os, signal
+import psutil
 from lit_rlsched.callbacks import RolloutCallback
 
 class Send(RolloutCallback):
@@ -26,7 +27,11 @@ class Send(RolloutCallback):
     def on_completion_end(self, trainer, pl_module, completion):
         if trainer.datamodule.run.num_rounds == 1:
             while self.names:
-                os.killpg(os.getpgrp(), getattr(signal, self.names.pop(0)))
+                number = getattr(signal, self.names.pop(0))
+                if number == signal.SIGUSR1:  # SLURM's reaches all processes of a job
+                    for child in psutil.Process().children(recursive=True):
+                        child.send_signal(number)
+                os.killpg(os.getpgrp(), number)
 '''
 CONFIG = """
 model: {class_path: GRPOModule, init_args: {model: MODEL, learning_rate: 1.0e-3}}
@@ -123,8 +128,7 @@ def test_a_second_interrupt_stops_at_once(fit, tmp_path):
 def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_never_stopped(
     fit, tmp_path
 ):
-    engine = "--data.engine=TransformersEngine"  # in this process: it starts sooner
-    whole = fit(engine)
+    whole = fit()
     assert whole.returncode == 0, whole.stderr
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "$REQUEUED"\n')
     (tmp_path / "scontrol").chmod(0o755)
@@ -140,11 +144,12 @@ def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_nev
         "SLURM_NODEID": "0",
     }
     # the job's time is up: saved and put back
-    stopped = fit(engine, *send("[SIGUSR1]"), **slurm)
+    stopped = fit(*send("[SIGUSR1]"), **slurm)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "goes on when SLURM starts the job again" in stopped.stdout
+    assert " died " not in stopped.stderr
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    goes_on = fit(engine, *send("[]"), **slurm, SLURM_RESTART_COUNT="1")
+    goes_on = fit(*send("[]"), **slurm, SLURM_RESTART_COUNT="1")
     assert goes_on.returncode == 0, goes_on.stderr
     never_stopped, requeued = sorted((tmp_path / "runs/short").iterdir())
     drawn, expected = [

@@ -71,8 +71,8 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         """Save if the run's time allows it or training ends."""
         spent, run = self._spent + self._last, self._clock() - self._began
         affordable = self._last == 0 or spent <= self.max_share * run
-        affordable = trainer.strategy.broadcast(affordable)  # the clocks of ranks differ
-        if (affordable or _is_last(trainer)) and not _just_saved(trainer):
+        due = (affordable or _is_last(trainer)) and not _just_saved(trainer)
+        if trainer.strategy.broadcast(due):  # the clocks and disks of ranks differ
             self._save(trainer)
 
     def on_exception(

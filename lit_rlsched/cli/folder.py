@@ -20,6 +20,7 @@ from lit_rlsched.run.saving.run_folder import (
     LOCK,
     folder_with,
     holds_run,
+    job_of,
     new_folder,
     newest_checkpoint,
     newest_folder,
@@ -121,6 +122,8 @@ def _follow(config: Namespace) -> Path:
         )
     if config.ckpt_path == "last":
         config.ckpt_path = _last(Path(given), config)
+    elif _is_put_back():
+        config.ckpt_path = _last(Path(given), config) or config.ckpt_path
     return Path(given)
 
 
@@ -138,7 +141,7 @@ def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
     """
     loggers = config.trainer.logger or []
     wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
-    path = config.ckpt_path or (_was_requeued(folder) and newest_checkpoint(folder))
+    path = config.ckpt_path
     if wandb and path and "WANDB_RUN_ID" not in os.environ:
         for options, run_id in zip(wandb, saved_ids(path), strict=False):
             if options.get("id") is None and options.get("version") is None:
@@ -159,17 +162,20 @@ def _refuse_best(config: Namespace) -> None:
 
 def _fit(config: Namespace, root: Path) -> Path:
     given, path = config.trainer.default_root_dir, config.ckpt_path
-    if given is not None:
+    own = _folder_of_job(root, given)
+    if own is not None:
+        folder = own
+    elif given is not None:
         folder = Path(given)
     elif path == "last":
         folder = newest_folder(root) or new_folder(root)
     else:
-        folder = (path and folder_with(Path(path))) or _requeued(root) or new_folder(root)
+        folder = (path and folder_with(Path(path))) or new_folder(root)
     occupy(folder)
-    if path == "last":
-        config.ckpt_path = _last(folder, config)
+    if path == "last" or own is not None:
+        config.ckpt_path = _last(folder, config) or (path if path != "last" else None)
         return folder  # without a checkpoint, the run starts again in the same folder
-    if path is None and not _was_requeued(folder) and holds_run(folder):
+    if path is None and holds_run(folder):
         raise UsageError(
             f"`trainer.default_root_dir={folder}` already holds a run. Resume that one with "
             "`--ckpt_path last`, name another folder, or leave `default_root_dir` out so that each "
@@ -209,15 +215,18 @@ def _checkpoint_folders(config: Namespace) -> Iterator[Path]:
             yield Path(dirpath)
 
 
-def _requeued(root: Path) -> Path | None:
-    """Return the folder in which this job ran before SLURM requeued it."""
-    folder = newest_folder(root) if int(os.environ.get("SLURM_RESTART_COUNT", 0)) else None
-    return folder if folder is not None and _was_requeued(folder) else None
+def _is_put_back() -> bool:
+    """Whether SLURM starts this job again: its time was over, or a node has failed."""
+    return SLURMEnvironment.detect() and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
 
 
-def _was_requeued(folder: Path) -> bool:
-    """Return whether Lightning saved a checkpoint in the folder when SLURM requeued the job."""
-    return SLURMEnvironment.detect() and any(folder.glob("hpc_ckpt_*.ckpt"))
+def _folder_of_job(root: Path, given: str | None) -> Path | None:
+    """Return the folder in which this job ran before SLURM put it back."""
+    if not _is_put_back():
+        return None
+    folders = [Path(given)] if given is not None else root.glob("version_*")
+    ours = [folder for folder in folders if job_of(folder) == os.environ.get("SLURM_JOB_ID")]
+    return max(ours, key=lambda folder: (folder / LOCK).stat().st_mtime_ns, default=None)
 
 
 def _name(config: Namespace) -> str:

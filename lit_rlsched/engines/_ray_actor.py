@@ -60,11 +60,12 @@ class EngineActor:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="engine")
             self._thread.start()
 
-    def hello(self) -> tuple[str | None, str, int]:
-        """Return the package's version here, the node's id and the process id."""
+    def hello(self) -> tuple[str | None, str, str, int]:
+        """Return the package's version here, the node's id and address, and the process id."""
         import ray
 
-        return self._version, ray.get_runtime_context().get_node_id(), os.getpid()
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return self._version, node, str(address), os.getpid()
 
     def tell(self, number: int, message: Sequence[Any]) -> None:
         """Pass a message on to the server, after those with lower numbers."""

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -18,8 +19,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lit_rlsched.engines.child import TICK
 from lit_rlsched.engines.placement import available_cores
+from lit_rlsched.engines.weight_transfer import in_thread
 from lit_rlsched.processes import passed
+from lit_rlsched.scheduling.time_limits import RunningClock
 from lit_rlsched.settings import RunFailed, UsageError
 
 MIN_VERSION = (2, 59)
@@ -50,6 +54,7 @@ class Reservation:
         from ray.util import placement_group
 
         self.group: Any = placement_group([self.bundle] * engines, strategy="SPREAD")
+        self.head = HeadWatch()
         if not self.group.wait(timeout):
             why = missing(self.bundle, engines)
             self._remove()
@@ -77,10 +82,75 @@ class Reservation:
 
     def _remove(self) -> None:
         import ray
+        from ray.exceptions import GetTimeoutError
         from ray.util import remove_placement_group
 
-        if ray.is_initialized():
-            remove_placement_group(self.group)
+        self.head.end()
+        if ray.is_initialized() and not self.head.lost:
+            with suppress(GetTimeoutError):  # the resources are free when this process ends
+                remove_placement_group(self.group)
+
+
+class HeadWatch:
+    """Stops the run as SIGTERM does, saved, when the head of the cluster has been silent for long.
+
+    Without this, Ray ends the process 60 seconds after it has lost the head, whatever it is doing.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        self.lost = False
+        """Whether the head has not answered for `HEAD_SILENCE` seconds."""
+        address = ray.get_runtime_context().gcs_address
+        self._sentence = (
+            f"the head of the Ray cluster at {address} has not answered for {HEAD_SILENCE:g} s."
+        )
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="ray-head").start()
+
+    def end(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+    def check(self) -> None:
+        """Wait until the head answers; Ray would wait for it where no signal ends the wait.
+
+        Raises:
+            RunFailed: it does not.
+        """
+        import ray
+
+        if not self.lost:
+            with suppress(TimeoutError):
+                in_thread(ray.nodes).result(HEAD_SILENCE)
+                return
+            self.lost = True
+            self.end()
+        raise RunFailed(
+            f"`RayEngine`: {self._sentence} Start the cluster again, and resume the run."
+        )
+
+    def _run(self) -> None:
+        import ray
+
+        asked, silent, last = in_thread(ray.nodes), RunningClock(TICK), time.monotonic()
+        while not self._ended.wait(TICK):
+            now = time.monotonic()
+            seconds, last = silent.advance(now - last), now
+            if asked.done():
+                asked, silent = in_thread(ray.nodes), RunningClock(TICK)
+            elif seconds > HEAD_SILENCE:
+                break
+        else:
+            return
+        self.lost = True
+        print(f"error: {self._sentence} The run stops.", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+HEAD_SILENCE = 20.0
+"""Seconds without an answer of the cluster's head after which the run stops."""
 
 
 def connect(cpus: float, timeout: float) -> bool:

@@ -168,6 +168,11 @@ class RayEngine(ProcessEngine):
 
         return str(ray.util.get_node_ip_address())
 
+    def revive(self) -> None:
+        if self._reservation is not None:
+            self._reservation.head.check()
+        super().revive()
+
     def _connect(self, spec: EngineSpec) -> "ActorLink":
         assert self._reservation is not None
         return ActorLink(self._reservation, spec)
@@ -176,6 +181,8 @@ class RayEngine(ProcessEngine):
         return ObjectStore()
 
     def close(self) -> None:
+        if self._reservation is not None:
+            self._reservation.head.end()
         super().close()
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
@@ -196,7 +203,8 @@ class ActorLink:
 
         self.closed = self._killed = False
         self.pid: int | None = None
-        self._node = ""
+        self._node = self._address = ""
+        self._head = reservation.head
         self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
         self._unsent: list[tuple[Any, ...]] = []
@@ -239,6 +247,10 @@ class ActorLink:
         """Whether the actor, which runs, is on the trainer's node."""
         return self._node == self._here
 
+    @property
+    def place(self) -> str:
+        return "" if self.is_here or not self._address else f" on {self._address}"
+
     def send(self, message: tuple[Any, ...]) -> None:
         if self._hello is not None:
             self._unsent.append(message)
@@ -273,7 +285,7 @@ class ActorLink:
         """
         if self._hello is None:
             return
-        version, self._node, self.pid = self._first_answer()
+        version, self._node, self._address, self.pid = self._first_answer()
         self._hello = None
         if version != __version__:
             raise RunFailed(
@@ -322,7 +334,7 @@ class ActorLink:
             self._stream = None
 
     def wait(self, seconds: float) -> None:
-        if self._hello is not None:  # it was told nothing yet
+        if self._hello is not None or self._head.lost:  # it was told nothing yet, or cannot be
             return
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -333,7 +345,7 @@ class ActorLink:
         import ray
 
         self._killed = True
-        if ray.is_initialized():
+        if ray.is_initialized() and not self._head.lost:
             ray.kill(self._actor)
         if self.pid is not None and self.is_here:  # Ray asks a stopped process in vain
             with suppress(ProcessLookupError):

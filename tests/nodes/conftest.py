@@ -1,11 +1,16 @@
 """Hosts for runs on several of them."""
 
+import secrets
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import hosts as made
 import pytest
 from nodes.launching import Server, result, start
+
+RAY = Path(sys.executable).with_name("ray")
 
 
 @pytest.fixture(scope="session")
@@ -15,12 +20,18 @@ def shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def both(shared):
-    """Two hosts for all tests."""
+def three(shared):
+    """Hosts for all tests."""
     if why := made.obstacle():
         pytest.skip(why)
-    with made.hosts(2, shared) as hosts:
+    with made.hosts(3, shared) as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="session")
+def both(three):
+    """The two hosts of a run."""
+    return three[:2]
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +63,53 @@ def nodes(both, servers, tiny_model, tmp_path):
     )
     for host in both:
         host.link(up=True)
+
+
+def _started(process):
+    said = []
+    while not said or "Ray runtime started" not in said[-1]:
+        said.append(process.stdout.readline())
+        assert said[-1], "".join(said)
+
+
+@pytest.fixture
+def cluster(both):
+    """Start Ray on both hosts with a token; returns the variables of its users."""
+    env = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    first, second = both
+    shape = ("--num-cpus=2", "--object-store-memory=200000000", "--block")
+    at = (f"--node-ip-address={first.address}", "--port=6379", "--include-dashboard=false")
+    head = first.start(RAY, "start", "--head", *at, *shape, env=env)
+    address = f"{first.address}:6379"
+    _started(head)
+    node = second.start(RAY, "start", f"--address={address}", *shape, env=env)
+    _started(node)
+    yield env | {"RAY_ADDRESS": address}
+    for host in (second, first):
+        host.link(up=True)
+        host.run(RAY, "stop", "--force", env=env)
+    node.communicate(timeout=30)
+    head.communicate(timeout=30)
+    left = [of for host in both for of in host.processes().values() if "ray" in of]
+    assert not [of for of in left if "<defunct>" not in of]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what has become of the runs that lost something."""
+    reports = [of for kind in ("passed", "failed") for of in terminalreporter.getreports(kind)]
+    lost = [value for of in reports for name, value in of.user_properties if name == "lost"]
+    phases = list(dict.fromkeys(phase for _, _, _, phase, _, _ in lost))
+    rows = {}
+    for *what, phase, then, seconds in lost:
+        rows.setdefault(tuple(what), {})[phase] = f"{then}, {seconds:.0f} s"
+    if rows:
+        head = ["launcher", "strategy", "lost", *phases]
+        terminalreporter.write_line("\n" + " | ".join(["", *head, ""]).strip())
+        terminalreporter.write_line("|".join(["", *["---"] * len(head), ""]))
+    for what, cells in rows.items():
+        line = [*what, *(cells.get(phase, "") for phase in phases)]
+        terminalreporter.write_line(" | ".join(["", *line, ""]).strip())

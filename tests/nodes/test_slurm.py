@@ -41,7 +41,7 @@ def submit(cluster, name, *arguments):
     return re.search(r"job (\d+)", said)[1]
 
 
-def wait(cluster, job, until, seconds=300):
+def wait(cluster, job, until, seconds=600):
     """Wait until a job has one of these states."""
     hosts, shared, env = cluster
     deadline = time.monotonic() + seconds
@@ -64,13 +64,13 @@ def weights(folder: Path):
 
 def test_a_job_trains_on_both_nodes_and_goes_on_after_a_requeue(cluster):
     hosts, shared, env = cluster
-    whole = submit(cluster, "whole", "--trainer.max_epochs=4")
+    whole = submit(cluster, "whole", "--trainer.max_epochs=3")
     wait(cluster, whole, ("COMPLETED",))
     said = (shared / "whole.out").read_text()
-    assert "round 4/4" in said
-    stopped = submit(cluster, "stopped", "--trainer.max_epochs=4")
+    assert "round 3/3" in said
+    stopped = submit(cluster, "stopped", "--trainer.max_epochs=3")
     out = shared / "stopped.out"
-    while not out.exists() or "round 1/4" not in out.read_text():
+    while not out.exists() or "round 1/3" not in out.read_text():
         wait(cluster, stopped, ("PENDING", "RUNNING"))
         time.sleep(0.1)
     hosts[0].run("scancel", f"--signal={signal.SIGUSR1.name}", stopped, env=env)

@@ -3,8 +3,8 @@
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
 `callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
-`of_rank`, `nodes`, `ray`. Rank 0 writes `FOLDER/NAME.json`; exit codes, times and what was printed
-are in the answer on stdout.
+`of_rank`, `nodes`, `ray`, `hang`, `silence`, `held`. Rank 0 writes `FOLDER/NAME.json`; exit codes,
+times and what was printed are in the answer on stdout.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from pathlib import Path
 import forked_engines
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 from plain_module import Plain
@@ -35,6 +36,8 @@ from lit_rlsched.run import training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
+from lit_rlsched.scheduling.time_limits import AnswerTimeouts
+from lit_rlsched.training import weight_sync
 
 StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
 LIMIT = 200.0
@@ -87,6 +90,48 @@ class Recorder(RolloutCallback):
             os.kill(os.getpid(), getattr(signal, what))
 
 
+class Held(RolloutCallback):
+    """Waits once in a phase of the second round, so that something can happen to a host there.
+
+    Each rank that comes to the phase then leaves the file `PATH.PHASE`.
+    """
+
+    def __init__(self, path, phase, seconds=2.0):
+        self.path, self.phase, self.seconds = Path(f"{path}.{phase}"), phase, seconds
+        self.late = False
+        reader = weight_sync.PolicyReader
+        read = reader._weights
+
+        def held(reader):
+            for number, named in enumerate(read(reader)):
+                if number == 1:
+                    self.here("sync")
+                yield named
+
+        reader._weights = held
+
+    def here(self, phase):
+        if self.late and phase == self.phase and not self.path.exists():
+            self.path.touch()
+            time.sleep(self.seconds)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.late = trainer.current_epoch > 0
+
+    def on_completion_end(self, trainer, pl_module, completion):
+        self.here("rollout")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.late = trainer.current_epoch > 0
+        self.here("update")
+
+    def on_evaluation_progress(self, trainer, pl_module, done, total):
+        self.here("validation")
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.here("checkpoint")
+
+
 def weights(module):
     from torch.distributed.tensor import DTensor
 
@@ -99,6 +144,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     os.chdir(folder)
     nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
+    if "hang" in more:
+        AnswerTimeouts.__init__.__defaults__ = (more["hang"], 20.0, more["hang"], 1800.0)
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]
@@ -125,7 +172,11 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     if more.get("long_prompts"):
         data["train_data"] = [{**row, "prompt": 20 * row["prompt"]} for row in SUMS[:80]]
     recorder = Recorder(more.get("wrong"), Path(folder, f"{name}.rounds"))
-    made = [getattr(callbacks, n)(**k) for n, k in more.get("callbacks", {}).items()]
+    held = [Held(Path(folder, name), more["held"])] if "held" in more else []
+    made = [
+        getattr(callbacks, name, ModelCheckpoint)(**settings)
+        for name, settings in more.get("callbacks", {}).items()
+    ]
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks // nodes,
@@ -139,7 +190,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[recorder, *made, RNGState()],
+        callbacks=[recorder, *held, *made, RNGState()],
         plugins=[
             AtomicCheckpointIO(),
             *([LightningEnvironment()] if ranks > 1 and nodes == 1 else []),

@@ -138,6 +138,15 @@ def _user(text: str) -> str:
         return "another process"
 
 
+def job_of(folder: Path) -> str | None:
+    """Return the SLURM job that was the last one to use a folder."""
+    try:
+        job = json.loads((folder / LOCK).read_text(encoding="utf-8"))["slurm_job"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(job) if job is not None else None
+
+
 def leave(folder: Path) -> None:
     """Release the lock of a folder, if this process holds it."""
     if (file := _held.pop((os.getpid(), folder.resolve()), None)) is not None:

@@ -1,0 +1,184 @@
+"""What is lost in each phase of a run on two hosts, and what becomes of the run.
+
+`make failures` loses everything in every phase, and prints a table; else only some are tried.
+"""
+
+import os
+import re
+import shutil
+import signal
+import time
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nodes")]
+PHASES = ("rollout", "sync", "update", "checkpoint", "validation")
+ALL = os.environ.get("FAILURES") == "all"
+SILENCE = 6.0
+"""Seconds without a sign of life, in place of two minutes."""
+HANG = 20.0
+"""Seconds after which an engine hangs, in place of two minutes or more."""
+RUN = {
+    "precision": "64-true",
+    "rounds": 4,
+    "data": {"val_data": [{"prompt": f"{a}+9=", "answer": str(a + 9)} for a in range(4)]},
+}
+ENGINES = {**RUN, "engine": "TransformersEngine", "hang": HANG}
+ENGINES["data"] = {**RUN["data"], "num_engines": 2}
+whole = {}
+"""Results of runs in which nothing is lost."""
+
+
+def saving(nodes):
+    """Settings of a run that saves after each round."""
+    folder = {"dirpath": f"{nodes.folder}/checkpoints", "max_share": 1.0}
+    return {"callbacks": {"RoundCheckpoint": folder}}
+
+
+def reached(nodes, ranks, phase):
+    """Wait until the leader waits in a phase."""
+    path = nodes.hosts[0].path(f"{nodes.folder}/run.{phase}")
+    for _ in range(4000):
+        if path.exists():
+            return
+        assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
+        time.sleep(0.05)
+    raise TimeoutError(f"no {phase}: {ranks[0].said}")
+
+
+def same_as_whole(nodes, ranks, servers, **run):
+    """Check that a run has learned what it does if nothing is lost."""
+    result, key = nodes.result("run", ranks), str(run)
+    if key not in whole:
+        whole[key] = nodes.run("whole", servers, **run)
+    gap = (result["weights"] - whole[key]["weights"]).abs().max()
+    assert gap == 0, gap
+
+
+def strike(host, what, *pids):
+    """Kill or freeze processes, or pull the cable of their host out."""
+    if what == "cut off":
+        host.link(up=False)
+    elif pids:
+        number = signal.SIGKILL if what == "killed" else signal.SIGSTOP
+        host.run("kill", f"-{number.value}", *map(str, pids))
+
+
+SOME = [
+    ("ddp", 1, "killed", "rollout"),
+    ("ddp", 1, "cut off", "update"),
+    ("fsdp2", 0, "frozen", "checkpoint"),
+]
+EVERY = product(("ddp", "fsdp2"), (0, 1), ("killed", "frozen", "cut off"), PHASES)
+
+
+@pytest.mark.parametrize(("strategy", "number", "what", "phase"), [*EVERY] if ALL else SOME)
+def test_a_rank(nodes, record_property, strategy, number, what, phase):
+    """The other ranks end and name it; the run goes on from its checkpoint to the same weights."""
+    run = {**RUN, "strategy": strategy}
+    ranks = nodes.start("run", held=phase, silence=SILENCE, **run, **saving(nodes))
+    reached(nodes, ranks, phase)
+    lost, other = ranks[number], ranks[1 - number]
+    began = time.monotonic()
+    strike(lost.host, what, lost.pid)
+    assert other.wait(60)
+    seconds = time.monotonic() - began
+    how = "died" if what == "killed" else "shows no sign of life"
+    sentence = rf"Rank {number} \(process {lost.pid} on h{number + 1}\) .*{how}"
+    assert re.search(sentence, other.said), other.said[-3000:]
+    record_property("lost", ("torchrun", strategy, f"rank {number} {what}", phase, "ends", seconds))
+    lost.host.link(up=True)
+    if what == "frozen":
+        lost.host.run("kill", f"-{signal.SIGCONT.value}", str(lost.pid))
+    assert lost.wait(60)
+    nothing_left(nodes)
+    first, second = (host.path(f"{nodes.folder}/checkpoints") for host in nodes.hosts)
+    shutil.copytree(first, second)
+    again = nodes.start("run", ckpt_path=f"newest of {nodes.folder}/checkpoints", **run)
+    same_as_whole(nodes, again, nodes.servers, **run)
+
+
+def nothing_left(nodes):
+    """Check that only the servers of the tests run on the hosts."""
+    for _ in range(100):
+        left = [args for host in nodes.hosts for args in host.processes().values()]
+        left = [args for args in left if "<defunct>" not in args]
+        if len(left) == len(nodes.hosts):
+            return
+        time.sleep(0.1)
+    raise AssertionError(left)
+
+
+def actors(host):
+    """Return the processes of Ray's actors on a host."""
+    return [pid for pid, args in host.processes().items() if args.startswith("ray::EngineActor")]
+
+
+SOME = [("engine killed", "sync"), ("head killed", "rollout")]
+LOST = ("engine killed", "engine frozen", "host killed", "host cut off", "host cut off for 10 s")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize(
+    ("what", "phase"),
+    [*product((*LOST, "head killed", "head frozen"), PHASES)] if ALL else SOME,
+)
+def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
+    """Without an engine the run goes on; without the head it ends, and says so."""
+    alone = nodes.servers[:1]
+    more = {"ray": True, "held": phase, "env": cluster, **saving(nodes)}
+    (rank,) = nodes.start("run", alone, **more, **ENGINES)
+    reached(nodes, [rank], phase)
+    first, second = nodes.hosts
+    part, _, how = what.partition(" ")
+    engine = actors(second)
+    assert engine, rank.said
+    began = time.monotonic()
+    if part == "engine":
+        strike(second, how, *engine)
+    elif part == "head":
+        names = first.processes().items()
+        strike(first, how, *(pid for pid, args in names if "gcs_server" in args))
+    else:
+        second.link(up=False)
+        if how == "killed":
+            second.signal(signal.SIGKILL, "ray")
+        if how.endswith("10 s"):
+            time.sleep(10)
+            second.link(up=True)
+    code = rank.wait(400)
+    seconds = time.monotonic() - began
+    result = "ends" if code else "goes on"
+    record_property("lost", ("Ray", "one rank", what, phase, result, seconds))
+    if part == "head" and code:
+        assert f"the head of the Ray cluster at {first.address}:6379 has not" in rank.said
+        path = f"newest of {nodes.folder}/checkpoints"
+        (rank,) = nodes.start("run", alone, ckpt_path=path, **ENGINES)
+    elif part == "engine" or how in ("killed", "cut off"):
+        assert f"engine 1 of 2 on {second.address}" in rank.said, rank.said[-3000:]
+    same_as_whole(nodes, [rank], alone, **ENGINES)
+
+
+def test_a_full_disk(nodes, record_property):
+    """The run goes on without checkpoints, and saves again when there is room."""
+    first = nodes.hosts[0]
+    run = {**RUN, "strategy": "ddp"}
+    ranks = nodes.start("run", held="checkpoint", **run, **saving(nodes))
+    reached(nodes, ranks, "checkpoint")
+    folder = first.path(f"{nodes.folder}/checkpoints")
+    before, free = {*folder.glob("*.ckpt")}, os.statvfs(folder)
+    size = str(free.f_bavail * free.f_frsize)
+    first.run("fallocate", "--length", size, f"{nodes.folder}/full")
+    began = time.monotonic()
+    while "No checkpoint was saved, and the run continues" not in ranks[0].said:
+        assert time.monotonic() < began + 60 and ranks[0].code is None, ranks[0].said
+        time.sleep(0.05)
+    first.run("rm", f"{nodes.folder}/full")
+    seconds = time.monotonic() - began
+    record_property(
+        "lost", ("torchrun", "ddp", "room on the disk", "checkpoint", "goes on", seconds)
+    )
+    same_as_whole(nodes, ranks, nodes.servers, **run)
+    assert {*first.path(f"{nodes.folder}/checkpoints").glob("*.ckpt")} - before
