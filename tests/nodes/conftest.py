@@ -81,12 +81,13 @@ def cluster(both):
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     first, second = both
-    shape = ("--num-cpus=2", "--object-store-memory=200000000", "--block")
+    shape = ("--num-cpus=2", "--object-store-memory=600000000", "--block")
     at = (f"--node-ip-address={first.address}", "--port=6379", "--include-dashboard=false")
     head = first.start(RAY, "start", "--head", *at, *shape, env=env)
     address = f"{first.address}:6379"
     _started(head)
-    node = second.start(RAY, "start", f"--address={address}", *shape, env=env)
+    far = '--resources={"far": 4}'
+    node = second.start(RAY, "start", f"--address={address}", *shape, far, env=env)
     _started(node)
     yield env | {"RAY_ADDRESS": address}
     for host in (second, first):
