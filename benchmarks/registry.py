@@ -39,6 +39,12 @@ BENCHMARKS = {
         10,
         on="2 cores",
     ),
+    "controller": Benchmark(
+        "CPU time of the trainer's process for each token that engines draw",
+        2,
+        "engines",
+        on="2 cores",
+    ),
     "environments": Benchmark(
         "seconds of rounds whose tools take time, against lockstep, held slots and TRL",
         15,

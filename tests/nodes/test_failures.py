@@ -48,13 +48,13 @@ def reached(nodes, ranks, phase):
     raise TimeoutError(f"no {phase}: {ranks[0].said}")
 
 
-def same_as_whole(nodes, ranks, servers, **run):
+def same_as_whole(nodes, ranks, servers, tolerance=0.0, **run):
     """Check that a run has learned what it does if nothing is lost."""
     result, key = nodes.result("run", ranks), str(run)
     if key not in whole:
         whole[key] = nodes.run("whole", servers, **run)
     gap = (result["weights"] - whole[key]["weights"]).abs().max()
-    assert gap == 0, gap
+    assert gap <= tolerance, gap
 
 
 def strike(host, what, *pids):
@@ -158,7 +158,8 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
         (rank,) = nodes.start("run", alone, ckpt_path=path, **ENGINES)
     elif part == "engine" or how in ("killed", "cut off"):
         assert re.search(rf"engine \d of 2 on {second.address}", rank.said), rank.said[-3000:]
-    same_as_whole(nodes, [rank], alone, **ENGINES)
+    # an engine that goes on for another one computes the cache, and so log-probs, in other steps
+    same_as_whole(nodes, [rank], alone, 0.0 if part == "head" else 1e-14, **ENGINES)
 
 
 def test_a_full_disk(nodes, record_property):
