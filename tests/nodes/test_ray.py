@@ -25,3 +25,13 @@ def test_engines_on_two_hosts_are_those_of_one(nodes, cluster):
     assert rank.wait() == 0 and actors, rank.said[-3000:]
     check_same([children, nodes.result("two", [rank])], 0.0)
     assert second.sent() - before > 1e5
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_on_another_host_draws_the_same(nodes, cluster):
+    alone, run = nodes.servers[:1], {"engine": "VLLMEngine"}
+    child = nodes.run("one", alone, **run)
+    far = {"engine_settings": {"resources": {"CPU": 1.0, "far": 1.0}}}
+    (rank,) = nodes.start("two", alone, env=cluster, ray=True, **far, **run)
+    check_same([child, nodes.result("two", [rank])], 0.0)
+    assert "ip=" + nodes.hosts[1].address in rank.said, rank.said[-3000:]

@@ -151,7 +151,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     kind = kinds[settings.pop("kind", "grpo")]
     module = Plain(model) if more.get("plain") else kind(model, **settings)
     if more.get("ray"):
-        engine = engines.RayEngine(getattr(engines, more["engine"])())
+        own = more.get("engine_settings", {})
+        engine = engines.RayEngine(getattr(engines, more["engine"])(), **own)
     elif "engine" in more:
         base, own = getattr(engines, more["engine"]), more.get("engine_settings", {})
         engine = struck(base, Path(folder, name), more.get("faults", []), **own)
