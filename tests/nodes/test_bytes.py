@@ -23,7 +23,7 @@ GBIT = 125e6
 """Bytes a second."""
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [2] if MODEL is None else [1, 2])
 def test_weights_cross_the_link_once(nodes, cluster, engines):
     """Whatever the number of engines on the other host."""
     model, dtype = (f"{nodes.folder}/model", "float32") if MODEL is None else (MODEL, "bfloat16")

@@ -170,13 +170,14 @@ def test_a_full_disk(nodes, record_property):
     reached(nodes, ranks, "checkpoint")
     folder = first.path(f"{nodes.folder}/checkpoints")
     before, free = {*folder.glob("*.ckpt")}, os.statvfs(folder)
-    size = str(free.f_bavail * free.f_frsize)
-    first.run("fallocate", "--length", size, f"{nodes.folder}/full")
+    size = free.f_bavail * free.f_frsize - 2**22
+    first.run("fallocate", "--length", str(size), f"{nodes.folder}/full")
+    first.start("dd", "if=/dev/zero", f"of={nodes.folder}/rest", "bs=64k").wait()
     began = time.monotonic()
     while "No checkpoint was saved, and the run continues" not in ranks[0].said:
         assert time.monotonic() < began + 60 and ranks[0].code is None, ranks[0].said
         time.sleep(0.05)
-    first.run("rm", f"{nodes.folder}/full")
+    first.run("rm", f"{nodes.folder}/full", f"{nodes.folder}/rest")
     seconds = time.monotonic() - began
     record_property(
         "lost", ("torchrun", "ddp", "room on the disk", "checkpoint", "goes on", seconds)
