@@ -120,10 +120,8 @@ def _follow(config: Namespace) -> Path:
             "`trainer.default_root_dir` is missing: processes that torchrun or SLURM starts do not "
             "see which folder the first of them chooses. Name one for each run."
         )
-    if config.ckpt_path == "last":
-        config.ckpt_path = _last(Path(given), config)
-    elif _is_put_back():
-        config.ckpt_path = _last(Path(given), config) or config.ckpt_path
+    if config.ckpt_path == "last" or _is_put_back():
+        _go_on(Path(given), config)
     return Path(given)
 
 
@@ -141,9 +139,8 @@ def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
     """
     loggers = config.trainer.logger or []
     wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
-    path = config.ckpt_path
-    if wandb and path and "WANDB_RUN_ID" not in os.environ:
-        for options, run_id in zip(wandb, saved_ids(path), strict=False):
+    if wandb and config.ckpt_path and "WANDB_RUN_ID" not in os.environ:
+        for options, run_id in zip(wandb, saved_ids(config.ckpt_path), strict=False):
             if options.get("id") is None and options.get("version") is None:
                 options["id"] = run_id
 
@@ -173,7 +170,7 @@ def _fit(config: Namespace, root: Path) -> Path:
         folder = (path and folder_with(Path(path))) or new_folder(root)
     occupy(folder)
     if path == "last" or own is not None:
-        config.ckpt_path = _last(folder, config) or (path if path != "last" else None)
+        _go_on(folder, config)
         return folder  # without a checkpoint, the run starts again in the same folder
     if path is None and holds_run(folder):
         raise UsageError(
@@ -195,6 +192,12 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
                 "`--ckpt_path FILE`."
             )
     return Path(given) if given is not None else new_folder(root, subcommand)
+
+
+def _go_on(folder: Path, config: Namespace) -> None:
+    """Take the folder's newest checkpoint; without one, that with which a job began, if any."""
+    began = None if config.ckpt_path == "last" else config.ckpt_path
+    config.ckpt_path = _last(folder, config) or began
 
 
 def _last(folder: Path, config: Namespace, resumes: bool = True) -> str | None:

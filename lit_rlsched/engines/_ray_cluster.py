@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from lit_rlsched.settings import RunFailed, UsageError
 
 MIN_VERSION = (2, 59)
 """The first version whose local clusters ask for a token, so that other users cannot run code."""
+HEAD_SILENCE = 20.0
+"""Seconds without an answer of the cluster's head after which the run stops."""
 LOCK = "trainer.lock"
 """File in the folder of a local cluster, locked by the trainer as long as it lives."""
 
@@ -119,38 +122,33 @@ class HeadWatch:
         Raises:
             RunFailed: it does not.
         """
-        import ray
-
-        if not self.lost:
-            with suppress(TimeoutError):
-                in_thread(ray.nodes).result(HEAD_SILENCE)
-                return
+        if self.lost or not self._answers():
             self.lost = True
             self.end()
-        raise RunFailed(
-            f"`RayEngine`: {self._sentence} Start the cluster again, and resume the run."
-        )
+            raise RunFailed(
+                f"`RayEngine`: {self._sentence} Start the cluster again, and resume the run."
+            )
 
     def _run(self) -> None:
+        while self._answers():
+            if self._ended.wait(TICK):
+                return
+        if not self._ended.is_set():
+            self.lost = True
+            print(f"error: {self._sentence} The run stops.", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _answers(self) -> bool:
+        """Wait for an answer of the head, at most while this process runs for `HEAD_SILENCE`."""
         import ray
 
         asked, silent, last = in_thread(ray.nodes), RunningClock(TICK), time.monotonic()
-        while not self._ended.wait(TICK):
+        while not wait([asked], TICK).done:
             now = time.monotonic()
-            seconds, last = silent.advance(now - last), now
-            if asked.done():
-                asked, silent = in_thread(ray.nodes), RunningClock(TICK)
-            elif seconds > HEAD_SILENCE:
-                break
-        else:
-            return
-        self.lost = True
-        print(f"error: {self._sentence} The run stops.", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-HEAD_SILENCE = 20.0
-"""Seconds without an answer of the cluster's head after which the run stops."""
+            if silent.advance(now - last) > HEAD_SILENCE:
+                return False
+            last = now
+        return True
 
 
 def connect(cpus: float, timeout: float) -> bool:

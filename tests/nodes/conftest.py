@@ -109,8 +109,7 @@ def pytest_terminal_summary(terminalreporter):
         rows.setdefault(tuple(what), {})[phase] = f"{then}, {seconds:.0f} s"
     if rows:
         head = ["launcher", "strategy", "lost", *phases]
-        terminalreporter.write_line("\n" + " | ".join(["", *head, ""]).strip())
-        terminalreporter.write_line("|".join(["", *["---"] * len(head), ""]))
+        terminalreporter.write_line(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for what, cells in rows.items():
         line = [*what, *(cells.get(phase, "") for phase in phases)]
-        terminalreporter.write_line(" | ".join(["", *line, ""]).strip())
+        terminalreporter.write_line(f"| {' | '.join(line)} |")

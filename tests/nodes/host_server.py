@@ -4,10 +4,8 @@ A line of stdin is a rank as JSON: `folder`, `run` (as in `ranks/ranked_run.py`)
 The answer is its process number. When it has ended, the file `LOG.code` has its exit code.
 """
 
-import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +22,6 @@ def rank(given):
     with open(given["log"], "w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # says where it hangs
     torch.set_num_threads(1)
     os.environ |= given["env"]
     Path(given["folder"], given["run"]["name"]).mkdir(parents=True, exist_ok=True)

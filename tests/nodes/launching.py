@@ -85,6 +85,16 @@ def start(servers, folder, name, ranks=1, second=(), env=(), **run):
     return made
 
 
+def reached(nodes, ranks, file):
+    """Wait until the leader of a run has left a file."""
+    path = nodes.hosts[0].path(f"{nodes.folder}/{file}")
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
+        assert time.monotonic() < deadline, f"no {file}: {ranks[0].said}"
+        time.sleep(0.05)
+
+
 def result(servers, folder, name, ranks):
     """Wait for a run; returns exit codes and what each rank has written, as `ranks/` does."""
     codes = [rank.wait() for rank in ranks]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from itertools import product
 
 import pytest
+from nodes.launching import reached
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nodes")]
 PHASES = ("rollout", "sync", "update", "checkpoint", "validation")
@@ -37,17 +38,6 @@ def saving(nodes):
     return {"callbacks": {"RoundCheckpoint": folder}}
 
 
-def reached(nodes, ranks, phase):
-    """Wait until the leader waits in a phase."""
-    path = nodes.hosts[0].path(f"{nodes.folder}/run.{phase}")
-    for _ in range(4000):
-        if path.exists():
-            return
-        assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
-        time.sleep(0.05)
-    raise TimeoutError(f"no {phase}: {ranks[0].said}")
-
-
 def same_as_whole(nodes, ranks, servers, tolerance=0.0, **run):
     """Check that a run has learned what it does if nothing is lost."""
     result, key = nodes.result("run", ranks), str(run)
@@ -66,7 +56,7 @@ def strike(host, what, *pids):
         host.run("kill", f"-{number.value}", *map(str, pids))
 
 
-SOME = [
+SOME_RANKS = [
     ("ddp", 1, "killed", "rollout"),
     ("ddp", 1, "cut off", "update"),
     ("fsdp2", 0, "frozen", "checkpoint"),
@@ -74,12 +64,12 @@ SOME = [
 EVERY = product(("ddp", "fsdp2"), (0, 1), ("killed", "frozen", "cut off"), PHASES)
 
 
-@pytest.mark.parametrize(("strategy", "number", "what", "phase"), [*EVERY] if ALL else SOME)
+@pytest.mark.parametrize(("strategy", "number", "what", "phase"), [*EVERY] if ALL else SOME_RANKS)
 def test_a_rank(nodes, record_property, strategy, number, what, phase):
     """The other ranks end and name it; the run goes on from its checkpoint to the same weights."""
     run = {**RUN, "strategy": strategy}
     ranks = nodes.start("run", held=phase, silence=SILENCE, **run, **saving(nodes))
-    reached(nodes, ranks, phase)
+    reached(nodes, ranks, f"run.{phase}")
     lost, other = ranks[number], ranks[1 - number]
     began = time.monotonic()
     strike(lost.host, what, lost.pid)
@@ -116,21 +106,21 @@ def actors(host):
     return [pid for pid, args in host.processes().items() if args.startswith("ray::EngineActor")]
 
 
-SOME = [("engine killed", "sync"), ("head killed", "rollout")]
+SOME_PARTS = [("engine killed", "sync"), ("head killed", "rollout")]
 LOST = ("engine killed", "engine frozen", "host killed", "host cut off", "host cut off for 10 s")
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.parametrize(
     ("what", "phase"),
-    [*product((*LOST, "head killed", "head frozen"), PHASES)] if ALL else SOME,
+    [*product((*LOST, "head killed", "head frozen"), PHASES)] if ALL else SOME_PARTS,
 )
 def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     """Without an engine the run goes on; without the head it ends, and says so."""
     alone = nodes.servers[:1]
     more = {"ray": True, "held": phase, "env": cluster, **saving(nodes)}
     (rank,) = nodes.start("run", alone, **more, **ENGINES)
-    reached(nodes, [rank], phase)
+    reached(nodes, [rank], f"run.{phase}")
     first, second = nodes.hosts
     part, _, how = what.partition(" ")
     engine = actors(second)
@@ -167,7 +157,7 @@ def test_a_full_disk(nodes, record_property):
     first = nodes.hosts[0]
     run = {**RUN, "strategy": "ddp"}
     ranks = nodes.start("run", held="checkpoint", **run, **saving(nodes))
-    reached(nodes, ranks, "checkpoint")
+    reached(nodes, ranks, "run.checkpoint")
     folder = first.path(f"{nodes.folder}/checkpoints")
     before, free = {*folder.glob("*.ckpt")}, os.statvfs(folder)
     size = free.f_bavail * free.f_frsize - 2**22

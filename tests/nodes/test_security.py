@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from nodes.test_failures import ENGINES, reached
+from nodes.launching import reached
+from nodes.test_failures import ENGINES
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,7 +56,7 @@ def test_a_stranger_reaches_nothing(nodes, three, cluster):
     *ours, stranger = three
     more = {"ray": True, "held": "rollout", "env": cluster}
     ranks = nodes.start("run", **more, **ENGINES, strategy="ddp")
-    reached(nodes, ranks, "rollout")
+    reached(nodes, ranks, "run.rollout")
     places = [(host.address, port) for host in ours for port in listening(host)]
 
     def open_to(host):

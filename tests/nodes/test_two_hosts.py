@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from nodes.launching import reached
 from safetensors.torch import load_file, save_file
 from several_ranks import check_same
 
@@ -76,22 +77,11 @@ def test_a_checkpoint_that_one_host_has(nodes):
     assert float((one["weights"] - whole["weights"]).abs().max()) < 1e-11
 
 
-def begun(nodes, ranks, name):
-    """Wait until the first round is over."""
-    path = nodes.hosts[0].path(f"{nodes.folder}/{name}.rounds")
-    for _ in range(600):
-        if path.exists():
-            return
-        assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
-        time.sleep(0.1)
-    raise TimeoutError("no round")
-
-
 def test_a_cable_that_is_out_for_ten_seconds(nodes):
     few = {"strategy": "ddp", "precision": "64-true", "rounds": 12}
     whole = nodes.run("whole", **few)
     ranks = nodes.start("cut", **few)
-    begun(nodes, ranks, "cut")
+    reached(nodes, ranks, "cut.rounds")
     nodes.hosts[1].link(up=False)
     time.sleep(10)
     nodes.hosts[1].link(up=True)

@@ -141,10 +141,10 @@ def _user(text: str) -> str:
 def job_of(folder: Path) -> str | None:
     """Return the SLURM job that was the last one to use a folder."""
     try:
-        job = json.loads((folder / LOCK).read_text(encoding="utf-8"))["slurm_job"]
+        job: str | None = json.loads((folder / LOCK).read_text(encoding="utf-8"))["slurm_job"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return str(job) if job is not None else None
+    return job
 
 
 def leave(folder: Path) -> None:
