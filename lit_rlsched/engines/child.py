@@ -116,10 +116,6 @@ class Link(Protocol):
     def pid(self) -> int | None:
         """Process id on the node where the process runs; None: it is not known yet."""
 
-    @property
-    def place(self) -> str:
-        """Where the process runs, for messages; empty on the trainer's node."""
-
     def send(self, message: tuple[Any, ...]) -> None:
         """Send a message to the server of the process.
 
@@ -152,8 +148,6 @@ class PipeLink:
         variables: Environment variables of the process, besides those of this one.
         cores: CPU cores that it may use; None: those of this process.
     """
-
-    place = ""
 
     def __init__(self, variables: Mapping[str, str], cores: Sequence[int] | None) -> None:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)

@@ -314,7 +314,7 @@ class ProcessEngine(RolloutEngine):
             RunFailed: the process has died too often, or its weights cannot be read again.
         """
         how = self.child.kill()
-        name = self.numbered_name + self.child.link.place
+        name = self.numbered_name
         if self._irreplaceable:
             self.close()
             raise RunFailed(

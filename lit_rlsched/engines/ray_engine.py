@@ -163,6 +163,12 @@ class RayEngine(ProcessEngine):
         call("engine", "__setattr__", "clock_offset", min(differences)[1])
 
     @property
+    def numbered_name(self) -> str:
+        """Name of the engine in messages, with its address if it runs on another node."""
+        link = None if self._child is None else self._child.link
+        return super().numbered_name + (link.place if isinstance(link, ActorLink) else "")
+
+    @property
     def trainer_address(self) -> str:
         import ray
 
@@ -249,6 +255,7 @@ class ActorLink:
 
     @property
     def place(self) -> str:
+        """Where the actor runs, for messages; empty on the trainer's node."""
         return "" if self.is_here or not self._address else f" on {self._address}"
 
     def send(self, message: tuple[Any, ...]) -> None:

@@ -402,7 +402,7 @@ def test_a_process_cannot_be_replaced_while_the_policy_is_trained(
         engine = ProcessEngine(weight_transfer="nccl")
         engine._spec, engine._weights = SPEC, (sent, 3)
         engine._child = SimpleNamespace(  # type: ignore[assignment]
-            kill=lambda: "was killed (SIGKILL)", close=lambda: None, link=SimpleNamespace(place="")
+            kill=lambda: "was killed (SIGKILL)", close=lambda: None
         )
         monkeypatch.setattr(engine, "_launch", lambda: None)
         return engine
