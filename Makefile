@@ -24,7 +24,7 @@ SLOW   += --dist loadgroup --no-loadscope-reorder --durations=40
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
 
-.PHONY: help install browser quickstart real-model docs gpu-check test test-slow test-all test-next checks failures mutants audit dist smoke lint types
+.PHONY: help install programs quickstart real-model docs gpu-check test test-slow test-all test-next checks failures mutants audit dist smoke lint types
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -80,15 +80,16 @@ checks: lint
 test: checks  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
-test-slow: install browser  ## Run the slow tests (kills, model families, whole runs) and long property tests
+test-slow: install programs  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-browser:  ## Install Chromium for the tests of the report, where that needs no password
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-	{ apt-get install -y -q --no-install-recommends chromium || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
-	echo "There is no Chromium: the tests of the report in a browser are skipped"
+PROGRAMS = chromium:chromium ip:iproute2 ps:procps sbatch:slurm-wlm munged:munge nft:nftables
+programs:  ## Install Debian's programs that slow tests use, where that needs no password
+	@missing=; for of in $(PROGRAMS); do PATH=$$PATH:/usr/sbin command -v $${of%:*} >/dev/null || missing="$$missing $${of#*:}"; done; \
+	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && install="apt-get install -y -q --no-install-recommends $$missing" && \
+	{ $$install || { apt-get update -q && $$install; }; } >/dev/null 2>&1; } || echo "Without$$missing (packages of Debian) some slow tests are skipped"
 
-test-all: checks browser  ## Run lint, types and all tests at once
+test-all: checks programs  ## Run lint, types and all tests at once
 	$(BIN)/pytest $(SLOW) -m "slow or not slow"
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar
 
@@ -107,9 +108,10 @@ class TeamWatch:
         if rank == 0:
             with Listener((host, 0), backlog=1024, authkey=key) as listener:
                 ranks = all_gather((os.getpid(), own, listener.address[1], key))
-                for _ in ranks[1:]:
-                    connection = listener.accept()
-                    self._connections[connection.recv()] = connection
+                while len(self._connections) < len(ranks) - 1:
+                    with suppress(AuthenticationError, EOFError, OSError):  # of a stranger
+                        connection = listener.accept()
+                        self._connections[connection.recv()] = connection
         else:
             ranks = all_gather((os.getpid(), own, None, None))
             *_, port, key = ranks[0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
 from lit_rlsched.run.advice import trains_with_noise
+from lit_rlsched.run.arrival import await_ranks
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
@@ -188,8 +189,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         return self.hparams
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse Trainer arguments that our settings replace, before anything is loaded."""
+        """Refuse Trainer arguments that our settings replace, and wait for ranks on other hosts."""
         check_given_to(self.trainer, self)
+        await_ranks(self.trainer)
         return []
 
     def configure_model(self) -> None:

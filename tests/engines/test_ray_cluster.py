@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -238,126 +237,6 @@ def runs(pid):
         return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-JOB = """
-    import os, signal, sys, time, warnings
-    import psutil, ray, torch
-    from lit_rlsched.cli.main import main
-    from lit_rlsched.engines import RayEngine, SimulatedEngine
-    from lit_rlsched.engines.spec import EngineSpec
-    from lit_rlsched.engines.pool import EnginePool
-
-    main(sys.argv[1:])
-
-    class Reading(SimulatedEngine):
-        def sync_weights(self, named_tensors, version):
-            self.sums = [(name, float(tensor.sum())) for name, tensor in named_tensors]
-
-        @property
-        def name(self):
-            return ray.get_runtime_context().get_node_id(), self.sums
-
-    while ray.available_resources().get("CPU") != 2:  # those of the run are given back
-        time.sleep(0.1)
-    pool = EnginePool.of(RayEngine(Reading(), {"CPU": 0.5}), 2)
-    pool.start(EngineSpec("", 2, 64, (1,)))
-    pool.sync_weights([("a", torch.ones(1000, 10)), ("b", torch.ones(3))], 1)
-    asked = [engine.child.call("engine", "__getattribute__", "name") for engine in pool.engines]
-    nodes = {node for node, _ in asked}
-    assert len(nodes) == 2, "one engine on each node"
-    assert ray.get_runtime_context().get_node_id() not in nodes, "none on the trainer's"
-    assert [sums for _, sums in asked] == [[("a", 10000.0), ("b", 3.0)]] * 2
-
-    engine, killed = pool.engines[0], asked[0][0]
-    for process in psutil.process_iter(["cmdline"]):
-        if f"--node_id={killed}" in (process.info["cmdline"] or []):
-            process.kill()  # the node's manager
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        while not engine.restarts:  # the actor notices after a while
-            assert engine.stats().running == 0
-    assert "another one takes its place" in str(caught[-1].message), caught
-    assert engine.child.call("engine", "__getattribute__", "name") == asked[1]
-    assert [engine.restarts for engine in pool.engines] == [1, 0]
-    pool.close()
-    ray.shutdown()
-    ray.init()
-    assert sum(node["Alive"] for node in ray.nodes()) == 2, "the cluster goes on without us"
-    print("done")
-"""
-SRUN = """
-    import signal, subprocess, sys
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    command = sys.argv[1:]
-    (count,) = (int(a.partition("=")[2]) for a in command if a.startswith("--ntasks="))
-    while command[0].startswith("--"):
-        del command[0]
-    nodes = []
-    try:
-        for _ in range(count):  # on one machine two that start at once take the same sockets
-            nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            any("Ray runtime started" in line for line in nodes[-1].stdout)
-        sys.exit(sum(abs(node.wait()) for node in nodes))
-    finally:
-        for node in nodes:
-            node.terminate()
-"""
-RAY = """
-    import os, sys
-    options = "--min-worker-port=0", "--max-worker-port=0"  # several nodes are on this machine
-    os.execv({ray!r}, ["ray", *sys.argv[1:], *options])
-"""
-SMALL = """
-    data.engine.init_args.timeout=100
-    data.num_engines=2 data.engine.init_args.engine=TransformersEngine data.prompts_per_round=2
-    data.num_generations=2 data.max_completion_length=16 data.train_data.size=4 data.val_data=null
-    trainer.max_epochs=1 trainer.accelerator=cpu trainer.logger=false trainer.callbacks=null
-"""
-
-
-@slow
-def test_a_job_of_slurm_with_three_nodes(tmp_path):
-    """A run with two engines on nodes that are processes here; one dies with its engine.
-
-    The scheduler is played by a program `srun`, which starts the nodes on this machine.
-    """
-    programs = {"srun": SRUN, "ray": RAY.format(ray=str(Path(sys.executable).parent / "ray"))}
-    for name, program in {**programs, "lit-rlsched": JOB}.items():
-        (tmp_path / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(program)}")
-        (tmp_path / name).chmod(stat.S_IRWXU)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:$PATH"
-    (tmp_path / ".venv" / "bin" / "activate").write_text(f"cd {ROOT}; PATH={path}")
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    options = [f"--{option}" for option in SMALL.split()]
-    configs = ["-c", "configs/quickstart.yaml", "-c", "configs/ray_cluster.yaml"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the paths of sockets must be short
-        run = subprocess.run(
-            [ROOT / SLURM, *configs, *options, f"--trainer.default_root_dir={tmp_path / 'run'}"],
-            capture_output=True,
-            text=True,
-            timeout=560,
-            cwd=tmp_path,
-            env={
-                **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
-                "PYTHONPATH": str(ROOT),
-                "RAY_TMPDIR": folder,
-                "RAY_PORT": str(port),
-                "SLURM_JOB_ID": "7",
-                "SLURM_JOB_NAME": "lit-rlsched",
-                "SLURM_NTASKS": "3",
-                "SLURM_NTASKS_PER_NODE": "1",
-                "SLURM_NNODES": "3",
-                "SLURM_PROCID": "0",
-                "SLURM_JOB_NUM_NODES": "3",
-                "SLURM_CPUS_ON_NODE": "1",  # an engine of the run takes it
-            },
-        )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.splitlines()[-1:] == ["done"], run.stdout + run.stderr
-    assert (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_the_script_of_slurm_is_bash_and_asks_for_one_task_on_a_node():

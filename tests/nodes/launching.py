@@ -57,10 +57,10 @@ class Rank:
         return self.code
 
 
-def start(servers, folder, name, ranks=1, second=(), env=(), **run):
+def start(servers, folder, name, ranks=1, second=(), env=(), second_env=(), **run):
     """Start the ranks of a run, `ranks` of them on each host.
 
-    `second` has what is another on the second host.
+    `second` and `second_env` have what is another on the second host.
     """
     size, port = ranks * len(servers), next(PORTS)
     made = []
@@ -81,7 +81,9 @@ def start(servers, folder, name, ranks=1, second=(), env=(), **run):
                 "MASTER_ADDR": servers[0].host.name,
                 "MASTER_PORT": str(port),
             }
-            made.append(server.start(folder, own, {**(place if size > 1 else {}), **dict(env)}))
+            other = dict(second_env) if node else {}
+            given = {**(place if size > 1 else {}), **dict(env), **other}
+            made.append(server.start(folder, own, given))
     return made
 
 
@@ -93,6 +95,11 @@ def reached(nodes, ranks, file):
         assert all(rank.code is None for rank in ranks), [rank.said for rank in ranks]
         assert time.monotonic() < deadline, f"no {file}: {ranks[0].said}"
         time.sleep(0.05)
+
+
+def actors(host):
+    """Return the processes of Ray's actors on a host."""
+    return [pid for pid, args in host.processes().items() if args.startswith("ray::EngineActor")]
 
 
 def result(servers, folder, name, ranks):

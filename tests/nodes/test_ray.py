@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import pytest
+from nodes.launching import actors
 from several_ranks import check_same
 
 pytestmark = [
@@ -19,12 +20,25 @@ def test_engines_on_two_hosts_are_those_of_one(nodes, cluster):
     children = nodes.run("one", nodes.servers[:1], **run)
     before = second.sent()
     (rank,) = nodes.start("two", nodes.servers[:1], env=cluster, ray=True, **run)
-    actors = []
-    while rank.code is None and not actors:
-        actors = [of for of in second.processes().values() if "Actor" in of or "ray::" in of]
-    assert rank.wait() == 0 and actors, rank.said[-3000:]
+    found = []
+    while rank.code is None and not found:
+        found = actors(second)
+    assert rank.wait() == 0 and found, rank.said[-3000:]
     check_same([children, nodes.result("two", [rank])], 0.0)
     assert second.sent() - before > 1e5
+    assert any("gcs_server" in args for args in nodes.hosts[0].processes().values()), "it is ours"
+
+
+def test_ranks_that_share_the_policy_and_engines_on_both_hosts(nodes, cluster):
+    run = {"engine": "TransformersEngine", "data": {"num_engines": 2}, "precision": "64-true"}
+    run["strategy"] = "fsdp2"
+    children = nodes.run("one", **run)
+    ranks = nodes.start("two", env=cluster, ray=True, **run)
+    found = {}
+    while not all(found.get(host.name) for host in nodes.hosts) and ranks[0].code is None:
+        found |= {host.name: actors(host) for host in nodes.hosts}
+    check_same([children, nodes.result("two", ranks)], 0.0)
+    assert all(found.values()), ranks[0].said
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

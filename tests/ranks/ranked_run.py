@@ -3,8 +3,8 @@
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
 `callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
-`of_rank`, `nodes`, `ray`, `hang`, `silence`, `held`. Rank 0 writes `FOLDER/NAME.json`; exit codes,
-times and what was printed are in the answer on stdout.
+`of_rank`, `nodes`, `ray`, `hang`, `silence`, `held`, `waits`. Rank 0 writes
+`FOLDER/NAME.json`; exit codes, times and what was printed are in the answer on stdout.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from struck_engines import struck
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.run import training_run
+from lit_rlsched.run import arrival, training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
@@ -144,6 +144,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     os.chdir(folder)
     nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
+    arrival.SLOW, arrival.LIMIT = more.get("waits", (arrival.SLOW, arrival.LIMIT))
     if "hang" in more:
         AnswerTimeouts.__init__.__defaults__ = (more["hang"], 20.0, more["hang"], 1800.0)
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
