@@ -83,7 +83,7 @@ test: checks  ## Run lint, types and the quick tests
 test-slow: install programs  ## Run the slow tests (kills, model families, whole runs) and long property tests
 	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
 
-PROGRAMS = chromium:chromium ip:iproute2 ps:procps sbatch:slurm-wlm munged:munge nft:nftables
+PROGRAMS = chromium:chromium ip:iproute2 nft:nftables ps:procps rsync:rsync sbatch:slurm-wlm munged:munge ssh:openssh-client sshd:openssh-server
 programs:  ## Install Debian's programs that slow tests use, where that needs no password
 	@missing=; for of in $(PROGRAMS); do PATH=$$PATH:/usr/sbin command -v $${of%:*} >/dev/null || missing="$$missing $${of#*:}"; done; \
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && install="apt-get install -y -q --no-install-recommends $$missing" && \

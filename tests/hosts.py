@@ -99,11 +99,10 @@ class Host:
         return said
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of its processes, by their number inside, without its first."""
+        """Return the command lines of its processes, by their number inside, without its own."""
         rows = [row.split(None, 1) for row in self.run("ps", "-eo", "pid=,args=").splitlines()]
-        return {
-            int(pid): args for pid, args in rows if int(pid) > 1 and args != "ps -eo pid=,args="
-        }
+        own = ("ps -eo pid=,args=", "sleep infinity")
+        return {int(pid): args for pid, args in rows if int(pid) > 1 and args not in own}
 
     def signal(self, number: signal.Signals, *words: str) -> int:
         """Send a signal to its processes with all of these words in their command lines.
@@ -138,7 +137,8 @@ class Host:
 @contextmanager
 def _holder(setup: str, *spaces: str) -> Iterator[int]:
     """Yield the number of a process in namespaces of its own, after a shell has set them up."""
-    script = f"set -e; {setup}; echo ready; exec sleep infinity"
+    # the shell stays, because it waits for processes whose parents have ended
+    script = f"set -e; {setup}; echo ready; sleep infinity & wait"
     process = subprocess.Popen(
         ["unshare", *spaces, "--fork", "--kill-child", "sh", "-c", script],
         stdout=subprocess.PIPE,

@@ -93,6 +93,7 @@ class Server:
         return True
 
     def start(self, engine: bytes, spec: EngineSpec) -> None:
+        spec.check_model()
         self._engine = cloudpickle.loads(engine)
         self._engine.ends_with_process = True
         self._engine.start(spec)

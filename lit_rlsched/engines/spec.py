@@ -1,11 +1,14 @@
 """An engine's settings at its start, its reported state, and its errors."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from lit_rlsched.scheduling.speculation import Drafting
+from lit_rlsched.settings import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +42,10 @@ class EngineSpec:
     """What an engine needs to know about the run."""
 
     model: str
-    """Folder or hub name of the checkpoint that the policy was loaded from."""
+    """Folder or hub name of the checkpoint that the policy was loaded from.
+
+    A folder becomes an absolute path: an engine on another host has another working directory.
+    """
     slots: int
     """Maximum number of requests in the engine, or in all of an `EnginePool`, at the same time."""
     max_model_len: int
@@ -67,6 +73,18 @@ class EngineSpec:
 
     returns: bool = False
     """Whether requests that have ended may come back with more tokens, those of tools."""
+
+    def __post_init__(self) -> None:
+        if os.path.isdir(self.model):
+            object.__setattr__(self, "model", os.path.abspath(self.model))
+
+    def check_model(self) -> None:
+        """Refuse a folder that this host does not have."""
+        if os.path.isabs(self.model) and not os.path.isdir(self.model):
+            raise UsageError(
+                f"`model={self.model}`: there is no such folder on {gethostname()}, where "
+                f"{self.name} runs. Copy the model there, to the same path."
+            )
 
     @property
     def name(self) -> str:

@@ -95,8 +95,7 @@ def cluster(both):
         host.run(RAY, "stop", "--force", env=env)
     node.communicate(timeout=30)
     head.communicate(timeout=30)
-    left = [of for host in both for of in host.processes().values() if "ray" in of]
-    assert not [of for of in left if "<defunct>" not in of]
+    assert not [of for host in both for of in host.processes().values() if "ray" in of]
 
 
 def pytest_terminal_summary(terminalreporter):

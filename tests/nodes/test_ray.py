@@ -1,5 +1,6 @@
 """A Ray cluster of two hosts, with an engine on each: the run with two engines on one host."""
 
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -39,6 +40,15 @@ def test_ranks_that_share_the_policy_and_engines_on_both_hosts(nodes, cluster):
         found |= {host.name: actors(host) for host in nodes.hosts}
     check_same([children, nodes.result("two", ranks)], 0.0)
     assert all(found.values()), ranks[0].said
+
+
+def test_an_engine_on_a_host_without_the_model(nodes, cluster):
+    shutil.rmtree(nodes.hosts[1].path(f"{nodes.folder}/model"))
+    far = {"engine_settings": {"resources": {"CPU": 1.0, "far": 1.0}}}
+    run = {"engine": "TransformersEngine", "ray": True, **far}
+    (rank,) = nodes.start("run", nodes.servers[:1], env=cluster, **run)
+    assert rank.wait()
+    assert f"`model={nodes.folder}/model`: there is no such folder on h2" in rank.said, rank.said
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
