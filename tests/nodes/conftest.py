@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,22 +73,38 @@ def _started(process):
         assert said[-1], "".join(said)
 
 
+@pytest.fixture(scope="session")
+def day_ahead(both, tmp_path_factory):
+    """Variables of processes on the second host whose clock is a day ahead; none without gcc."""
+    if shutil.which("gcc") is None:
+        return {}
+    made = tmp_path_factory.mktemp("clock") / "day_ahead.so"
+    source = Path(__file__).with_name("day_ahead.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O", "-o", made, source], check=True)
+    shutil.copy(made, both[1].path("/tmp"))
+    return {"LD_PRELOAD": f"/tmp/{made.name}"}
+
+
 @pytest.fixture
-def cluster(both):
-    """Start Ray on both hosts with a token; returns the variables of its users."""
+def cluster(both, request):
+    """Start Ray on both hosts with a token; returns the variables of its users.
+
+    A parameter names a fixture with further variables of the second host.
+    """
     env = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     first, second = both
+    own = request.getfixturevalue(request.param) if hasattr(request, "param") else {}
     shape = ("--num-cpus=2", "--object-store-memory=600000000", "--block")
     at = (f"--node-ip-address={first.address}", "--port=6379", "--include-dashboard=false")
     head = first.start(RAY, "start", "--head", *at, *shape, env=env)
     address = f"{first.address}:6379"
     _started(head)
     far = '--resources={"far": 4}'
-    node = second.start(RAY, "start", f"--address={address}", *shape, far, env=env)
+    node = second.start(RAY, "start", f"--address={address}", *shape, far, env=env | own)
     _started(node)
     yield env | {"RAY_ADDRESS": address}
     for host in (second, first):

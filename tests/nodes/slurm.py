@@ -30,8 +30,13 @@ def _munge() -> None:
 
 
 @contextmanager
-def slurm(hosts: Sequence[Host], shared: Path, cpus: int = 2) -> Iterator[dict[str, str]]:
-    """Start SLURM on hosts that share a folder; yields environment variables of its commands."""
+def slurm(
+    hosts: Sequence[Host], shared: Path, cpus: int = 2, silence: int = 20
+) -> Iterator[dict[str, str]]:
+    """Start SLURM on hosts that share a folder; yields environment variables of its commands.
+
+    A node is lost after `silence` seconds.
+    """
     _munge()
     nodes = "\n".join(
         f"NodeName={host.name} NodeAddr={host.address} NodeHostname={host.name} CPUs={cpus}"
@@ -53,7 +58,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=20
+SlurmdTimeout={silence}
 KillWait=5
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core

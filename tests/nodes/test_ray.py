@@ -14,7 +14,9 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("cluster", ["day_ahead"], indirect=True)
 def test_engines_on_two_hosts_are_those_of_one(nodes, cluster):
+    """Also if the hosts' clocks are a day apart."""
     second = nodes.hosts[1]
     exact = {"precision": "64-true", "rounds": 3}
     run = {"engine": "TransformersEngine", "data": {"num_engines": 2}, **exact}

@@ -27,13 +27,14 @@ RUN = (
 )
 
 
-@pytest.fixture(params=[2])
+@pytest.fixture(params=[(2, 300)])
 def cluster(three, shared, request):
     """Hosts, their shared folder as seen from here, and variables of SLURM's commands."""
     if missing := [name for name in PROGRAMS if not shutil.which(name, path="/usr/bin:/usr/sbin")]:
         pytest.skip(f"no {', '.join(missing)} here (Debian: slurm-wlm, munge)")
-    hosts = three[: request.param]
-    with slurm(hosts, shared) as env:
+    number, silence = request.param
+    hosts = three[:number]
+    with slurm(hosts, shared, silence=silence) as env:
         yield hosts, shared, env
 
 
@@ -89,7 +90,7 @@ def test_a_job_trains_on_both_nodes_and_goes_on_after_a_requeue(cluster):
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("cluster", [(3, 20)], indirect=True)
 def test_engines_decode_on_the_other_nodes_and_one_of_these_is_lost(cluster):
     hosts, shared, _ = cluster
     more = ("-c", "configs/ray_cluster.yaml", "--data.engine.init_args.engine=TransformersEngine")

@@ -136,8 +136,8 @@ def test_what_one_disk_has_is_decided_once(nodes):
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
 
 
-def test_torchrun(both):
-    """The command of the documentation, on the quick task."""
+def test_torchrun(both, day_ahead):
+    """The command of the documentation, on the quick task; the hosts' clocks are a day apart."""
     meet = ("--master-addr=h1", "--master-port=29511", "-m", "lit_rlsched", "fit")
     run = (
         *("-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
@@ -147,7 +147,7 @@ def test_torchrun(both):
         *("--trainer.logger=false", "--trainer.default_root_dir=/tmp/torchrun"),
     )
     processes = [
-        host.start(*TORCHRUN, f"--node-rank={number}", *meet, *run)
+        host.start(*TORCHRUN, f"--node-rank={number}", *meet, *run, env=day_ahead if number else {})
         for number, host in enumerate(both)
     ]
     said = [process.communicate(timeout=300)[0] for process in processes]
