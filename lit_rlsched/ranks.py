@@ -106,10 +106,13 @@ class TeamWatch:
         own = socket.gethostname()
         host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(32)
         if rank == 0:
-            with Listener((host, 0), backlog=1024, authkey=key) as listener:
+            # a host's own name may be 127.0.1.1 to itself
+            at = host if host in ("127.0.0.1", "localhost") else ""
+            with Listener((at, 0), backlog=1024, authkey=key) as listener:
                 ranks = all_gather((os.getpid(), own, listener.address[1], key))
                 while len(self._connections) < len(ranks) - 1:
-                    with suppress(AuthenticationError, EOFError, OSError):  # of a stranger
+                    # whoever is no rank of this run is left alone
+                    with suppress(AuthenticationError, EOFError, ConnectionError):
                         connection = listener.accept()
                         self._connections[connection.recv()] = connection
         else:

@@ -137,8 +137,9 @@ class Host:
 @contextmanager
 def _holder(setup: str, *spaces: str) -> Iterator[int]:
     """Yield the number of a process in namespaces of its own, after a shell has set them up."""
-    # the shell stays, because it waits for processes whose parents have ended
-    script = f"set -e; {setup}; echo ready; sleep infinity & wait"
+    # as the first of its processes the shell stays, and waits for those whose parents have ended
+    rest = "sleep infinity & wait" if "--pid" in spaces else "exec sleep infinity"
+    script = f"set -e; {setup}; echo ready; {rest}"
     process = subprocess.Popen(
         ["unshare", *spaces, "--fork", "--kill-child", "sh", "-c", script],
         stdout=subprocess.PIPE,

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 from lightning import Callback, LightningModule, Trainer
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -220,7 +219,7 @@ def _checkpoint_folders(config: Namespace) -> Iterator[Path]:
 
 def _is_put_back() -> bool:
     """Whether SLURM starts this job again: its time was over, or a node has failed."""
-    return SLURMEnvironment.detect() and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
 
 
 def _folder_of_job(root: Path, given: str | None) -> Path | None:

@@ -93,10 +93,13 @@ class Server:
         return True
 
     def start(self, engine: bytes, spec: EngineSpec) -> None:
-        spec.check_model()
         self._engine = cloudpickle.loads(engine)
         self._engine.ends_with_process = True
-        self._engine.start(spec)
+        try:
+            self._engine.start(spec)
+        except Exception:
+            spec.check_model()
+            raise
         self._most = 1 if spec.engines > 1 else None
         self._send((self._engine.kv_block, self._engine.kv_capacity))
 

@@ -2,9 +2,10 @@
 
 import os
 import tempfile
+import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from lit_rlsched.ranks import Team
 
 Named = tuple[str, Tensor]
 _ALIGNMENT = 64
-STORED = 256 * 2**20
+STORED = 64 * 2**20
 """Maximum bytes of weights in an object of Ray's store; a larger tensor is alone in one."""
 
 
@@ -109,12 +110,23 @@ class StoredWeights(HandedWeights):
     def __iter__(self) -> Iterator[Named]:
         import ray
 
+        references = [reference for reference, _ in self.buckets]
+        # the node fetches the next ones while one is loaded
+        threading.Thread(target=_fetch, args=(references,), daemon=True).start()
         for reference, index in self.buckets:
             for array, (name, dtype, shape) in zip(ray.get(reference), index, strict=True):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # it can only be read
                     bytes_ = torch.from_numpy(array)
                 yield name, bytes_.view(dtype).view(shape)
+
+
+def _fetch(references: Sequence[Any]) -> None:
+    """Wait until objects are on this node; who reads them says what is wrong with one."""
+    import ray
+
+    with suppress(ray.exceptions.RayError, ValueError):
+        ray.wait(references, num_returns=len(references))
 
 
 class ObjectStore(WeightsStore):

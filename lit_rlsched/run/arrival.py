@@ -1,87 +1,115 @@
-"""The start of ranks on several hosts: whom one waits for, said in time."""
+"""The start of several ranks: whom one waits for, said in time."""
 
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from socket import gethostname
 from typing import Any
 
+import torch.distributed as dist
 from lightning import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lit_rlsched.ranks import DistributedTeam
 from lit_rlsched.settings import UsageError
 
 SLOW = 30.0
 """Seconds until a rank says whom it waits for; again and again after that."""
-LIMIT = 600.0
-"""Seconds until a rank ends that waits."""
 _RETRY = 0.5
-_FIX = (
-    "Start a process for each rank, let `MASTER_ADDR` and `MASTER_PORT` name rank 0's host and a "
-    "free port as the other hosts see them, and let these hosts connect to each other on all ports."
-)
 
 
 def await_ranks(trainer: Trainer) -> None:
-    """Wait until rank 0 can be reached, and watch from then on until the ranks are a team.
+    """Wait until rank 0 can be reached, and watch from then on until the process group is made.
 
-    PyTorch gives up after half an hour, and Gloo never does if a firewall closes one of its ports.
+    The strategy's `timeout` is the limit, as in PyTorch, which is silent until then.
 
     Raises:
-        UsageError: rank 0 cannot be reached in `LIMIT` seconds.
+        UsageError: rank 0 cannot be reached in that time.
     """
-    if trainer.num_nodes == 1:
+    if trainer.num_nodes == 1 or dist.is_initialized():
         return
     waiting = _Waiting(trainer)
-    while trainer.global_rank > 0 and waiting.obstacle() is not None:
-        if (message := waiting.overdue()) is not None:
+    while trainer.global_rank > 0 and (why := waiting.obstacle()) is not None:
+        if (message := waiting.overdue(why)) is not None:
             raise UsageError(message)
         time.sleep(_RETRY)
-    threading.Thread(target=waiting.watch, daemon=True, name="arrival").start()
+    state = trainer.state
+    waiting.watch(lambda: dist.is_initialized() or state.status != TrainerStatus.RUNNING)
+
+
+def make_team(trainer: Trainer) -> DistributedTeam:
+    """Form the team of a process group.
+
+    Gloo would wait for ever for a port that a firewall closes.
+    """
+    over = threading.Event()
+    _Waiting(trainer).watch(over.is_set)
+    try:
+        return DistributedTeam()
+    finally:
+        over.set()
 
 
 class _Waiting:
     """A rank that waits for the others from when this is made."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer
-        environment: Any = trainer._accelerator_connector.cluster_environment
-        self._leader = (environment.main_address, environment.main_port)
+        self._trainer = trainer
+        self._strategy: Any = trainer.strategy
+        self._limit = getattr(self._strategy, "_timeout", None) or timedelta(minutes=30)
         self._began = self._said = time.monotonic()
+
+    @property
+    def _leader(self) -> tuple[str, int]:
+        environment = self._strategy.cluster_environment
+        return environment.main_address, environment.main_port
 
     def obstacle(self) -> str | None:
         """Say why rank 0 cannot be reached; `None`: it can."""
         host, port = self._leader
         try:
-            socket.create_connection(self._leader, timeout=5).close()
-        except socket.gaierror:
-            return f"`MASTER_ADDR={host}` is not the name of a host here"
-        except OSError as error:
-            return f"nothing answers at {host}:{port} ({error.strerror or error})"
+            socket.create_connection((host, port), timeout=5).close()
+        except (socket.gaierror, UnicodeError) as error:
+            return f"`MASTER_ADDR={host}` is not known here ({error})"
+        except (OSError, OverflowError) as error:
+            return f"nothing answers at {host}:{port} ({error})"
         return None
 
-    def overdue(self) -> str | None:
-        """Say every `SLOW` seconds how long it has been; return the message once it is too long."""
+    def overdue(self, why: str | None) -> str | None:
+        """Say every `SLOW` seconds why it waits; return the message once it is too long."""
         now = time.monotonic()
         if now < self._said + SLOW:
             return None
-        self._said = now
-        host, port = self._leader
-        why = self.obstacle() or f"{host}:{port} answers, but some ranks are not there"
-        name = f"Rank {self._trainer.global_rank} on {gethostname()}"
-        message = f"{name} has waited for the others for {now - self._began:.0f} s: {why}. {_FIX}"
-        if now > self._began + LIMIT:
+        self._said, trainer = now, self._trainer
+        why = why or "{}:{} answers, but some ranks are not there".format(*self._leader)
+        message = (
+            f"Rank {trainer.global_rank} on {gethostname()} has waited for the others for "
+            f"{now - self._began:.0f} s: {why}. {trainer.world_size} processes are expected on "
+            f"{trainer.num_nodes} machines, each of which needs a `NODE_RANK` of its own. "
+            "`MASTER_ADDR` is the machine of rank 0 as the others see it. All ports between them "
+            "must be open; with several networks, set `GLOO_SOCKET_IFNAME` and "
+            "`NCCL_SOCKET_IFNAME`."
+        )
+        if now > self._began + self._limit.total_seconds():
             return message
-        print(message, file=sys.stderr, flush=True)
+        if trainer.local_rank == 0:
+            print(message, file=sys.stderr, flush=True)
         return None
 
-    def watch(self) -> None:
-        """End this process if it waits for too long."""
-        run, state = self._trainer.datamodule.run, self._trainer.state
-        while state.status == TrainerStatus.RUNNING and run.team.size == 1:
-            if (message := self.overdue()) is not None:
-                print(f"error: {message}", file=sys.stderr, flush=True)
-                os._exit(1)
-            time.sleep(_RETRY)
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """End this process if it waits for too long, in a thread."""
+
+        def loop() -> None:
+            while not is_over():
+                due = time.monotonic() >= self._said + SLOW
+                message = self.overdue(self.obstacle()) if due else None
+                if message is not None and not is_over():
+                    print(f"error: {message}", file=sys.stderr, flush=True)
+                    os._exit(1)
+                time.sleep(_RETRY)
+
+        threading.Thread(target=loop, daemon=True, name="arrival").start()

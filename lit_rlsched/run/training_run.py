@@ -16,11 +16,12 @@ from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
 from lit_rlsched.data.stream import RowStream, StreamSource
-from lit_rlsched.ranks import DistributedTeam, Team
+from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
+from lit_rlsched.run.arrival import make_team
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
@@ -192,7 +193,7 @@ class TrainingRun:
         if trainer.world_size > 1:
             self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
-            self.team = DistributedTeam()
+            self.team = make_team(trainer)
             check_ranks(trainer, self.team, {"version": __version__, **self._same})
         only_ask(trainer, fits=trains)
         module = trainer.lightning_module

@@ -1,4 +1,5 @@
-/* For LD_PRELOAD: the wall clock of a process is a day ahead of this machine's. */
+/* For LD_PRELOAD: the wall clock of a process is a day ahead of this machine's.
+   Times of files, timerfd and futexes that wait by the wall clock have this machine's time. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -38,8 +39,10 @@ static struct timespec own(const struct timespec *until) {
 }
 
 int pthread_cond_timedwait(pthread_cond_t *of, pthread_mutex_t *lock, const struct timespec *until) {
+    /* on x86-64 the first symbol found is that of old programs */
+    void *found = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
     int (*wait)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *) =
-        dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+        found ? found : dlsym(RTLD_NEXT, "pthread_cond_timedwait");
     struct timespec same = own(until);
     return wait(of, lock, &same);
 }

@@ -101,7 +101,14 @@ def nothing_left(nodes):
 
 
 SOME_PARTS = [("engine killed", "sync"), ("head killed", "rollout")]
-LOST = ("engine killed", "engine frozen", "host killed", "host cut off", "host cut off for 10 s")
+LOST = (
+    "engine killed",
+    "engine frozen",
+    "host killed",
+    "host frozen",
+    "host cut off",
+    "host cut off for 10 s",
+)
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -112,11 +119,13 @@ LOST = ("engine killed", "engine frozen", "host killed", "host cut off", "host c
 def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     """Without an engine the run goes on; without the head it ends, and says so."""
     alone = nodes.servers[:1]
+    part, _, how = what.partition(" ")
     more = {"ray": True, "held": phase, "env": cluster, **saving(nodes)}
+    if part == "head":
+        more["pause"] = 25.0  # the head is silent for longer than is waited for it
     (rank,) = nodes.start("run", alone, **more, **ENGINES)
     reached(nodes, [rank], f"run.{phase}")
     first, second = nodes.hosts
-    part, _, how = what.partition(" ")
     engine = actors(second)
     assert engine, rank.said
     began = time.monotonic()
@@ -125,6 +134,8 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     elif part == "head":
         names = first.processes().items()
         strike(first, how, *(pid for pid, args in names if "gcs_server" in args))
+    elif how == "frozen":
+        second.signal(signal.SIGSTOP, "ray")
     else:
         second.link(up=False)
         if how == "killed":
@@ -133,26 +144,27 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
             time.sleep(10)
             second.link(up=True)
     code = rank.wait(400)
+    second.signal(signal.SIGCONT, "ray")
     seconds = time.monotonic() - began
     result = "ends" if code else "goes on"
     record_property("lost", ("Ray", "one rank", what, phase, result, seconds))
     if part == "head":
-        if code:  # else the run was over before the head's silence was long enough
-            assert f"the head of the Ray cluster at {first.address}:6379 has not" in rank.said
-            path = f"newest of {nodes.folder}/checkpoints"
-            (rank,) = nodes.start("run", alone, ckpt_path=path, **ENGINES)
-    elif part == "engine" or how in ("killed", "cut off"):
+        assert code and f"the head of the Ray cluster at {first.address}:6379 has not" in rank.said
+        path = f"newest of {nodes.folder}/checkpoints"
+        (rank,) = nodes.start("run", alone, ckpt_path=path, **ENGINES)
+    elif part == "engine" or how in ("killed", "frozen", "cut off"):
         assert re.search(rf"engine \d of 2 on {second.address}", rank.said), rank.said[-3000:]
     # an engine that goes on for another one computes the cache, and so log-probs, in other steps
     same_as_whole(nodes, [rank], alone, 0.0 if part == "head" else 1e-14, **ENGINES)
 
 
-def test_a_full_disk(nodes, record_property):
+@pytest.mark.parametrize("phase", PHASES if ALL else ["checkpoint"])
+def test_a_full_disk(nodes, record_property, phase):
     """The run goes on without checkpoints, and saves again when there is room."""
     first = nodes.hosts[0]
     run = {**RUN, "strategy": "ddp"}
-    ranks = nodes.start("run", held="checkpoint", **run, **saving(nodes))
-    reached(nodes, ranks, "run.checkpoint")
+    ranks = nodes.start("run", held=phase, **run, **saving(nodes))
+    reached(nodes, ranks, f"run.{phase}")
     folder = first.path(f"{nodes.folder}/checkpoints")
     before, free = {*folder.glob("*.ckpt")}, os.statvfs(folder)
     size = free.f_bavail * free.f_frsize - 2**22
@@ -164,8 +176,7 @@ def test_a_full_disk(nodes, record_property):
         time.sleep(0.05)
     first.run("rm", f"{nodes.folder}/full", f"{nodes.folder}/rest")
     seconds = time.monotonic() - began
-    record_property(
-        "lost", ("torchrun", "ddp", "room on the disk", "checkpoint", "goes on", seconds)
-    )
+    lost = ("torchrun", "ddp", "room on rank 0's disk", phase, "goes on", seconds)
+    record_property("lost", lost)
     same_as_whole(nodes, ranks, nodes.servers, **run)
     assert {*first.path(f"{nodes.folder}/checkpoints").glob("*.ckpt")} - before

@@ -79,12 +79,22 @@ def by_ssh(three, tmp_path):
         pytest.skip(f"no {', '.join(missing)} here (Debian: openssh-server, openssh-client, rsync)")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    for host in three:
-        reachable(host, key)
-    yield three
-    for host in three:
-        host.signal(signal.SIGKILL, "sshd")
-        host.run("umount", "/etc/passwd")
+    try:
+        for host in three:
+            reachable(host, key)
+        yield three
+    finally:
+        for host in three:
+            host.signal(signal.SIGKILL, "sshd")
+            host.run("sh", "-c", f"umount /etc/passwd; rm -rf {HOME}")
+
+
+def poll(done):
+    """Wait until something is done."""
+    deadline = time.monotonic() + 120
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
 
 
 def test_its_commands(by_ssh):
@@ -100,8 +110,7 @@ def test_its_commands(by_ssh):
     token, up, fit, stop = commands()
     run(token)
     run(up)
-    while not any("raylet" in args for args in nodes[1].processes().values()):
-        time.sleep(0.5)  # the head starts it
+    poll(lambda: any("raylet" in args for args in nodes[1].processes().values()))  # by the head
     assert "/tmp/run/checkpoints/round_00001-step_000001.ckpt" in run(fit)
     run(stop)
-    assert not [of for host in nodes for of in host.processes().values() if "ray" in of]
+    poll(lambda: not [of for host in nodes for of in host.processes().values() if "ray" in of])

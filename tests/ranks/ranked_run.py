@@ -3,8 +3,8 @@
 All ranks are forks of this process, which has done the imports and nothing else. A run is a dict:
 `name`, `ranks`, `strategy`, and optionally `rounds`, `precision`, `model`, `module`, `data`,
 `callbacks`, `ckpt_path`, `save`, `plain`, `engine`, `engine_settings`, `wrong`, `faults`,
-`of_rank`, `nodes`, `ray`, `hang`, `silence`, `held`, `waits`. Rank 0 writes
-`FOLDER/NAME.json`; exit codes, times and what was printed are in the answer on stdout.
+`of_rank`, `nodes`, `ray`, `hang`, `silence`, `held`, `pause`, `waits`. Rank
+0 writes `FOLDER/NAME.json`; exit codes, times and what was printed are in the answer on stdout.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import forked_engines
@@ -144,7 +145,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     os.chdir(folder)
     nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
-    arrival.SLOW, arrival.LIMIT = more.get("waits", (arrival.SLOW, arrival.LIMIT))
+    arrival.SLOW, limit = more.get("waits", (arrival.SLOW, None))
     if "hang" in more:
         AnswerTimeouts.__init__.__defaults__ = (more["hang"], 20.0, more["hang"], 1800.0)
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
@@ -174,7 +175,9 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     if more.get("long_prompts"):
         data["train_data"] = [{**row, "prompt": 20 * row["prompt"]} for row in SUMS[:80]]
     recorder = Recorder(more.get("wrong"), Path(folder, f"{name}.rounds"))
-    held = [Held(Path(folder, name), more["held"])] if "held" in more else []
+    held = (
+        [Held(Path(folder, name), more["held"], more.get("pause", 2.0))] if "held" in more else []
+    )
     made = [
         getattr(callbacks, name, ModelCheckpoint)(**settings)
         for name, settings in more.get("callbacks", {}).items()
@@ -198,6 +201,8 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
             *([LightningEnvironment()] if ranks > 1 and nodes == 1 else []),
         ],
     )
+    if limit:
+        trainer.strategy._timeout = timedelta(seconds=limit)
     datamodule = RolloutDataModule(**data)
     path = more.get("ckpt_path")
     if path and path.startswith("newest of "):
