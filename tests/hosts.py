@@ -100,8 +100,10 @@ class Host:
 
     def processes(self) -> dict[int, str]:
         """Return the command lines of its processes, by their number inside, without its own."""
-        rows = [row.split(None, 1) for row in self.run("ps", "-eo", "pid=,args=").splitlines()]
-        own = ("ps -eo pid=,args=", "sleep infinity")
+        rows = [
+            row.split(None, 1) for row in self.run("ps", "-eww", "-o", "pid=,args=").splitlines()
+        ]
+        own = ("ps -eww -o pid=,args=", "sleep infinity")
         return {int(pid): args for pid, args in rows if int(pid) > 1 and args not in own}
 
     def signal(self, number: signal.Signals, *words: str) -> int:
