@@ -80,6 +80,7 @@ def pytest_unconfigure() -> None:
 
 
 LONGEST = (
+    "nodes",  # a folder, one after the other, which mostly wait
     "test_fault_sweep",
     "test_vllm_parallel",
     "test_resume",
@@ -104,7 +105,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.getparent(pytest.Module) for item in items}:
         if module is not None:
             cloudpickle.register_pickle_by_value(module.obj)
-    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
+
+    def turn(item: pytest.Item) -> int:
+        name = "nodes" if item.path.parent.name == "nodes" else item.path.stem
+        return [*LONGEST, name].index(name)
+
+    items.sort(key=turn)
     listed, found = set(), set()
     for item in items:
         if mark := item.get_closest_marker("mostly_slow"):
