@@ -113,8 +113,8 @@ class Host:
             Number of processes.
         """
         found = [pid for pid, args in self.processes().items() if all(w in args for w in words)]
-        if found:
-            self.run("kill", f"-{number.value}", *map(str, found))
+        if found:  # some may end meanwhile
+            self.start("kill", f"-{number.value}", *map(str, found)).communicate(timeout=SECONDS)
         return len(found)
 
     def link(self, up: bool) -> None:
