@@ -104,7 +104,7 @@ endif
 	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
 
-failures: install  ## Lose ranks, engines and hosts in every phase of runs on two hosts, and print a table (two hours)
+failures: install programs  ## Lose ranks, engines and hosts in every phase of runs on two hosts, and print a table (two hours)
 	FAILURES=all $(BIN)/pytest -q -m slow tests/nodes -k "failures or lost"
 
 mutants: install  ## Run mutation tests of scheduling, losses and advantages; continues a stopped run

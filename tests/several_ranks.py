@@ -16,7 +16,7 @@ def ended(result):
 def check_same(results, tolerance):
     """Check that all have drawn the same completions and have weights within a tolerance."""
     alone, *others = map(ended, results)
-    only, *_ = alone["ranks"]
+    (only,) = alone["ranks"]
     for other in others:
         leader, *followers = other["ranks"]
         assert leader["rounds"] == only["rounds"]

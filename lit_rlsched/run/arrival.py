@@ -34,7 +34,7 @@ def await_ranks(trainer: Trainer) -> None:
         return
     waiting = _Waiting(trainer)
     while trainer.global_rank > 0 and (why := waiting.obstacle()) is not None:
-        if (message := waiting.overdue(why)) is not None:
+        if waiting.is_due and (message := waiting.overdue(why)) is not None:
             raise UsageError(message)
         time.sleep(_RETRY)
     state = trainer.state
@@ -79,12 +79,15 @@ class _Waiting:
             return f"nothing answers at {host}:{port} ({error})"
         return None
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it has said nothing for `SLOW` seconds."""
+        return time.monotonic() >= self._said + SLOW
+
     def overdue(self, why: str | None) -> str | None:
-        """Say every `SLOW` seconds why it waits; return the message once it is too long."""
-        now = time.monotonic()
-        if now < self._said + SLOW:
-            return None
-        self._said, trainer = now, self._trainer
+        """Say why it waits, or return that once it is too long."""
+        now, trainer = time.monotonic(), self._trainer
+        self._said = now
         why = why or "{}:{} answers, but some ranks are not there".format(*self._leader)
         message = (
             f"Rank {trainer.global_rank} on {gethostname()} has waited for the others for "
@@ -105,8 +108,7 @@ class _Waiting:
 
         def loop() -> None:
             while not is_over():
-                due = time.monotonic() >= self._said + SLOW
-                message = self.overdue(self.obstacle()) if due else None
+                message = self.overdue(self.obstacle()) if self.is_due else None
                 if message is not None and not is_over():
                     print(f"error: {message}", file=sys.stderr, flush=True)
                     os._exit(1)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import hosts as made
 import pytest
-from nodes.launching import Server, result, start
+from nodes.launching import Server, need, result, start
 
 RAY = Path(sys.executable).with_name("ray")
 
@@ -67,6 +67,23 @@ def nodes(both, servers, tiny_model, tmp_path):
         host.link(up=True)
 
 
+@pytest.fixture
+def firewall(both):
+    """Loads rules of nftables on both hosts, until the test ends."""
+    closed = []
+
+    def load(rules):
+        need("nftables", "nft")
+        for host in both:
+            closed.append(host)
+            host.path("/tmp/rules.nft").write_text(rules)
+            host.run("/usr/sbin/nft", "-f", "/tmp/rules.nft")
+
+    yield load
+    for host in closed:
+        host.run("/usr/sbin/nft", "flush", "ruleset")
+
+
 def _started(process):
     said = []
     while not said or "Ray runtime started" not in said[-1]:
@@ -77,8 +94,7 @@ def _started(process):
 @pytest.fixture(scope="session")
 def day_ahead(both, tmp_path_factory):
     """Variables of processes on the second host whose clock is a day ahead."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc here")
+    need("gcc", "gcc")
     made = tmp_path_factory.mktemp("clock") / "day_ahead.so"
     source = Path(__file__).with_name("day_ahead.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-O", "-o", made, source], check=True)

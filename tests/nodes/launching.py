@@ -1,15 +1,24 @@
 """Starts the ranks of a run on hosts, and reads what they have written there."""
 
 import json
+import shutil
 import sys
 import time
 from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 
 HERE = Path(__file__).parent
+PATH = "/usr/bin:/usr/sbin:/bin:/sbin"
 PORTS = count(29600)
+
+
+def need(packages, *programs):
+    """Skip a test where programs of Debian's packages are missing."""
+    if missing := [name for name in programs if not shutil.which(name, path=PATH)]:
+        pytest.skip(f"no {', '.join(missing)} here (Debian: {packages})")
 
 
 class Server:

@@ -31,7 +31,7 @@ def _munge() -> None:
 
 @contextmanager
 def slurm(
-    hosts: Sequence[Host], shared: Path, cpus: int = 2, silence: int = 20
+    hosts: Sequence[Host], shared: Path, silence: int, cpus: int = 2
 ) -> Iterator[dict[str, str]]:
     """Start SLURM on hosts that share a folder; yields environment variables of its commands.
 

@@ -67,9 +67,8 @@ def test_their_processes_are_their_own_and_end_with_them(hosts):
         if all(_state(pid) in (None, "Z") for pid in inside):
             break
         time.sleep(0.05)
-    assert (
-        all(_state(pid) in (None, "Z") for pid in inside) and process.poll() is None
-    )  # that waits outside
+    assert all(_state(pid) in (None, "Z") for pid in inside)
+    assert process.poll() is None, "it waits outside"
 
 
 def _state(pid):

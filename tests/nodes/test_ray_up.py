@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hosts as made
 import pytest
+from nodes.launching import need
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
 ]
 FILE = made.REPO / "examples/cluster/ray_up.yaml"
-PROGRAMS = ("sshd", "ssh", "rsync")
 HOME, USER = "/tmp/me", "me"
 SSHD = """
 HostKey /tmp/hostkey
@@ -75,8 +75,7 @@ def commands():
 @pytest.fixture
 def by_ssh(three, tmp_path):
     """Hosts that reach each other by SSH."""
-    if missing := [name for name in PROGRAMS if not shutil.which(name, path="/usr/bin:/usr/sbin")]:
-        pytest.skip(f"no {', '.join(missing)} here (Debian: openssh-server, openssh-client, rsync)")
+    need("openssh-server, openssh-client, rsync", "sshd", "ssh", "rsync")
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     try:

@@ -48,27 +48,11 @@ WRONG = {
 }
 
 
-@pytest.fixture
-def firewall(nodes):
-    """Closes all ports of both hosts but some."""
-    if shutil.which("nft", path="/usr/sbin:/sbin") is None:
-        pytest.skip("no nft here (Debian: nftables)")
-
-    def close(but):
-        for host in nodes.hosts:
-            host.path("/tmp/closed.nft").write_text(CLOSED % but)
-            host.run("/usr/sbin/nft", "-f", "/tmp/closed.nft")
-
-    yield close
-    for host in nodes.hosts:
-        host.run("/usr/sbin/nft", "flush", "ruleset")
-
-
 @pytest.mark.parametrize("what", WRONG)
 def test_ranks_that_cannot_meet(nodes, firewall, what):
     told, env, open_ports = WRONG[what]
     if open_ports:
-        firewall(but=open_ports)
+        firewall(CLOSED % open_ports)
     said = refused(nodes.start("run", strategy="ddp", second_env=env, waits=(3.0, 10.0)))
     waited = r"Rank %d on h%d has waited for the others for \d+ s: "
     assert re.search(waited % (1, 2) + told, said), said
