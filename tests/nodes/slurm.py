@@ -71,7 +71,7 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubsc
     mounts = "mount -t tmpfs none /sys/fs/cgroup; for c in " + CGROUPS + "; do "
     mounts += "mkdir -p /sys/fs/cgroup/$c; mount -t cgroup -o $c none /sys/fs/cgroup/$c; done"
     hosts[0].run("mkdir", "-p", "/tmp/slurm")
-    hosts[0].start("slurmctld", "-D", "-i", env=env)
+    hosts[0].start("slurmctld", "-D", "-c", "-i", env=env)  # -c: without jobs of an earlier one
     for host in hosts:
         host.run("sh", "-c", f"{mounts}; mkdir -p /tmp/slurmd")
         host.start("slurmd", "-D", "-N", host.name, env=env)
