@@ -105,7 +105,7 @@ endif
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
 
 failures: install programs  ## Lose ranks, engines and hosts in every phase of runs on two hosts, and print a table (two hours)
-	FAILURES=all $(BIN)/pytest -q -m slow tests/nodes -k "failures or lost"
+	FAILURES=all $(BIN)/pytest -n 2 --dist loadgroup -m slow tests/nodes -k "failures or lost"
 
 mutants: install  ## Run mutation tests of scheduling, losses and advantages; continues a stopped run
 	$(BIN)/pip install -q "mutmut==3.8.1"

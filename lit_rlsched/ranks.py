@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lit_rlsched.processes import limit_blocking
 from lit_rlsched.settings import RunFailed
 
 T = TypeVar("T")
@@ -80,6 +81,8 @@ SILENCE = 120.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 3.0
 """Seconds for the main thread to end the run after another rank has failed."""
+GREETING = 10.0
+"""Seconds in which who connects must show that it is a rank of this run."""
 
 _ALIVE, _DONE = "alive", "done"
 
@@ -102,23 +105,23 @@ class TeamWatch:
         self._rank = rank
         self._ending = threading.Event()
         self._sending = threading.Lock()
-        self._connections: dict[int, Connection[Any, Any]] = {}
+        self._connections: dict[int, Connection] = {}
         own = socket.gethostname()
         host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(32)
         if rank == 0:
             # a host's own name may be 127.0.1.1 to itself
-            at = host if host in ("127.0.0.1", "localhost") else ""
-            with Listener((at, 0), backlog=1024, authkey=key) as listener:
-                ranks = all_gather((os.getpid(), own, listener.address[1], key))
+            with _server("" if host not in ("127.0.0.1", "::1", "localhost") else host) as server:
+                ranks = all_gather((os.getpid(), own, server.getsockname()[1], key))
                 while len(self._connections) < len(ranks) - 1:
+                    made, _ = server.accept()
                     # whoever is no rank of this run is left alone
-                    with suppress(AuthenticationError, EOFError, ConnectionError):
-                        connection = listener.accept()
-                        self._connections[connection.recv()] = connection
+                    with suppress(AuthenticationError, EOFError, OSError):
+                        greeted = _greeted(made, key, server=True)
+                        self._connections[greeted.recv()] = greeted
         else:
             ranks = all_gather((os.getpid(), own, None, None))
             *_, port, key = ranks[0]
-            self._connections[0] = Client((host, port), authkey=key)
+            self._connections[0] = _greeted(socket.create_connection((host, port)), key)
             self._connections[0].send(rank)
         apart = len({name for _, name, *_ in ranks}) > 1
         self._names = [
@@ -180,6 +183,35 @@ class TeamWatch:
             self._send(message)
         if not self._ending.wait(GRACE):
             os._exit(1)
+
+
+def _server(host: str) -> socket.socket:
+    """Listen at a free port of a host, or of all interfaces, by IPv4 and IPv6 where there are both.
+
+    `multiprocessing` has the same for IPv4 alone.
+    """
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024, dualstack_ipv6=both)
+
+
+def _greeted(made: socket.socket, key: bytes, server: bool = False) -> Connection:
+    """Return a connection between two that have shown each other that they know the key.
+
+    Raises:
+        AuthenticationError: The other one does not know it.
+        OSError: It says nothing for so long, or has gone.
+    """
+    connection: Connection = Connection(made.detach())
+    try:
+        limit_blocking(connection, GREETING)
+        for step in (deliver_challenge, answer_challenge)[:: 1 if server else -1]:
+            step(connection, key)
+        limit_blocking(connection, 0)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 _END, _FAIL, _CALL, _SHARE = "end", "fail", "call", "share"

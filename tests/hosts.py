@@ -47,6 +47,7 @@ class Host:
 
     name: str
     address: str
+    address6: str
     pid: int
     """Of its first process, as seen from outside."""
     started: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -172,8 +173,8 @@ def hosts(number: int = 2, shared: Path | None = None, memory: str = "2g") -> It
         memory: Size of each of their own folders.
     """
     names = [f"h{i + 1}" for i in range(number)]
-    addresses = [f"10.99.0.{i + 1}" for i in range(number)]
-    table = "\\n".join(f"{a} {n}" for a, n in zip(addresses, names, strict=True))
+    addresses = [(f"10.99.0.{i + 1}", f"fd99::{i + 1:x}") for i in range(number)]
+    table = "\\n".join(f"{a} {n}" for (a, _), n in zip(addresses, names, strict=True))
     own = OWN if shared is not None else (*OWN, str(SHARED))
     bound = (f"'{Path.home()}' '{Path.home()}'", f"/proc/self/fd/9 '{REPO}'")  # in this order
     with ExitStack() as stack:
@@ -181,7 +182,7 @@ def hosts(number: int = 2, shared: Path | None = None, memory: str = "2g") -> It
             _holder("ip link add br0 type bridge; ip link set br0 up", "--net")
         )
         made = []
-        for name, address in zip(names, addresses, strict=True):
+        for name, (address, address6) in zip(names, addresses, strict=True):
             steps = [
                 f"hostname {name}",
                 *([f"mount --bind '{shared}' {SHARED}"] if shared is not None else []),
@@ -193,10 +194,11 @@ def hosts(number: int = 2, shared: Path | None = None, memory: str = "2g") -> It
                 f"printf '127.0.0.1 localhost\\n{table}\\n' > /tmp/hosts",
                 "mount --bind /tmp/hosts /etc/hosts",
                 "ip link set lo up",
+                "echo 1 > /proc/sys/net/ipv6/conf/all/keep_addr_on_down",
             ]
             spaces = (*SPACES, "--mount-proc", "--propagation=private")
             pid = stack.enter_context(_holder("; ".join(steps), *spaces))
-            host = Host(name, address, pid)
+            host = Host(name, address, address6, pid)
             stack.callback(_end, host)
             ends = ("ip", "link", "add", "eth0", "netns", str(pid), "type", "veth")
             _outside(*ends, "peer", "name", name, "netns", str(hub))
@@ -205,6 +207,7 @@ def hosts(number: int = 2, shared: Path | None = None, memory: str = "2g") -> It
             )
             _outside("nsenter", f"--target={hub}", "--net", "ip", "link", "set", name, "up")
             host.run("ip", "addr", "add", f"{address}/24", "dev", "eth0")
+            host.run("ip", "addr", "add", f"{address6}/64", "dev", "eth0", "nodad")
             host.link(up=True)
             made.append(host)
         yield made

@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge
 from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lit_rlsched import ranks
 from lit_rlsched.ranks import TeamWatch
 from lit_rlsched.run import arrival
 from lit_rlsched.settings import UsageError
@@ -44,6 +46,7 @@ def test_why_rank_0_cannot_be_reached(leader):
 
     assert why(port=leader) is None
     assert "nothing answers at 127.0.0.1:1 (" in why(port=1)
+    assert "nothing answers at [::1]:1 (" in why(host="::1", port=1)
     assert "nothing answers at 127.0.0.1:295000 (" in why(port=295_000)
     assert "`MASTER_ADDR=no..host` is not known here" in why(host="no..host")
 
@@ -94,10 +97,15 @@ def test_one_machine_and_a_group_that_is_there_wait_for_nobody(monkeypatch):
     arrival.await_ranks(trainer())
 
 
-def test_strangers_do_not_end_the_start_of_a_team(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_strangers_do_not_end_the_start_of_a_team(monkeypatch, host):
+    """One leaves at once, one has another key, and one says nothing."""
+    monkeypatch.setattr(ranks, "GREETING", 0.5)
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    monkeypatch.setenv("MASTER_ADDR", host)
     values, all_there = [None, None], threading.Barrier(2)
-    made = {}
+    made, strangers = {}, []
 
     def of(rank):
         def all_gather(value):
@@ -105,9 +113,11 @@ def test_strangers_do_not_end_the_start_of_a_team(monkeypatch):
             all_there.wait()
             if rank == 1:
                 *_, port, _ = values[0]
-                socket.create_connection(("127.0.0.1", port)).close()
-                with pytest.raises(Exception, match="digest"):
-                    Client(("127.0.0.1", port), authkey=b"another")
+                strangers.append(socket.create_connection((host, port)))
+                socket.create_connection((host, port)).close()
+                stranger = Connection(socket.create_connection((host, port)).detach())
+                with pytest.raises(AuthenticationError):
+                    answer_challenge(stranger, b"another")
             return values
 
         made[rank] = TeamWatch(rank, all_gather)
@@ -118,5 +128,6 @@ def test_strangers_do_not_end_the_start_of_a_team(monkeypatch):
     for thread in threads:
         thread.join(20)
     assert [*sorted(made)] == [0, 1]
+    strangers.pop().close()
     for watch in made.values():
         watch.close()

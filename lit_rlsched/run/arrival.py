@@ -68,15 +68,19 @@ class _Waiting:
         environment = self._strategy.cluster_environment
         return environment.main_address, environment.main_port
 
+    @property
+    def _place(self) -> str:
+        host, port = self._leader
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     def obstacle(self) -> str | None:
         """Say why rank 0 cannot be reached; `None`: it can."""
-        host, port = self._leader
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            socket.create_connection(self._leader, timeout=5).close()
         except (socket.gaierror, UnicodeError) as error:
-            return f"`MASTER_ADDR={host}` is not known here ({error})"
+            return f"`MASTER_ADDR={self._leader[0]}` is not known here ({error})"
         except (OSError, OverflowError) as error:
-            return f"nothing answers at {host}:{port} ({error})"
+            return f"nothing answers at {self._place} ({error})"
         return None
 
     @property
@@ -88,7 +92,7 @@ class _Waiting:
         """Say why it waits, or return that once it is too long."""
         now, trainer = time.monotonic(), self._trainer
         self._said = now
-        why = why or "{}:{} answers, but some ranks are not there".format(*self._leader)
+        why = why or f"{self._place} answers, but some ranks are not there"
         message = (
             f"Rank {trainer.global_rank} on {gethostname()} has waited for the others for "
             f"{now - self._began:.0f} s: {why}. {trainer.world_size} processes are expected on "

@@ -90,6 +90,29 @@ def test_a_rank(nodes, record_property, strategy, number, what, phase):
     same_as_whole(nodes, again, nodes.servers, **run)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "phase"), [*product(("ddp", "fsdp2"), PHASES)] if ALL else [("ddp", "update")]
+)
+def test_a_link_that_is_down_for_ten_seconds(nodes, record_property, strategy, phase):
+    """The run goes on, if ranks may be silent for longer."""
+    run = {**RUN, "strategy": strategy}
+    ranks = nodes.start("run", held=phase, silence=60.0, **run, **saving(nodes))
+    reached(nodes, ranks, f"run.{phase}")
+    began = time.monotonic()
+    down_for_ten_seconds(nodes.hosts[1])
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    seconds = time.monotonic() - began
+    record_property("lost", ("torchrun", strategy, "link for 10 s", phase, "goes on", seconds))
+    same_as_whole(nodes, ranks, nodes.servers, **run)
+
+
+def down_for_ten_seconds(host):
+    """Pull the cable out and put it in again."""
+    host.link(up=False)
+    time.sleep(10)
+    host.link(up=True)
+
+
 def nothing_left(nodes):
     """Check that only the servers of the tests run on the hosts."""
     for _ in range(100):
@@ -108,10 +131,12 @@ LOST = (
     "host frozen",
     "host cut off",
     "host cut off for 10 s",
+    "host with a full disk",
 )
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.xdist_group("of Ray" if ALL else "nodes")  # beside the ranks, if there are many
 @pytest.mark.parametrize(
     ("what", "phase"),
     [*product((*LOST, "head killed", "head frozen"), PHASES)] if ALL else SOME_PARTS,
@@ -136,15 +161,17 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
         strike(first, how, *(pid for pid, args in names if "gcs_server" in args))
     elif how == "frozen":
         second.signal(signal.SIGSTOP, "ray")
+    elif how == "with a full disk":
+        fill(second, "/tmp")
+    elif how == "cut off for 10 s":
+        down_for_ten_seconds(second)
     else:
         second.link(up=False)
         if how == "killed":
             second.signal(signal.SIGKILL, "ray")
-        if how.endswith("10 s"):
-            time.sleep(10)
-            second.link(up=True)
     code = rank.wait(400)
     second.signal(signal.SIGCONT, "ray")
+    make_room(second, "/tmp")
     seconds = time.monotonic() - began
     result = "ends" if code else "goes on"
     record_property("lost", ("Ray", "one rank", what, phase, result, seconds))
@@ -158,6 +185,19 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     same_as_whole(nodes, [rank], alone, 0.0 if part == "head" else 1e-14, **ENGINES)
 
 
+def fill(host, folder):
+    """Leave no byte on the disk of a folder."""
+    free = os.statvfs(host.path(folder))
+    size = free.f_bavail * free.f_frsize - 2**22
+    host.run("fallocate", "--length", str(size), f"{folder}/full")
+    host.start("dd", "if=/dev/zero", f"of={folder}/rest", "bs=64k").wait()
+
+
+def make_room(host, folder):
+    """Take away what `fill` has left."""
+    host.run("rm", "-f", f"{folder}/full", f"{folder}/rest")
+
+
 @pytest.mark.parametrize("phase", PHASES if ALL else ["checkpoint"])
 def test_a_full_disk(nodes, record_property, phase):
     """The run goes on without checkpoints, and saves again when there is room."""
@@ -166,15 +206,13 @@ def test_a_full_disk(nodes, record_property, phase):
     ranks = nodes.start("run", held=phase, **run, **saving(nodes))
     reached(nodes, ranks, f"run.{phase}")
     folder = first.path(f"{nodes.folder}/checkpoints")
-    before, free = {*folder.glob("*.ckpt")}, os.statvfs(folder)
-    size = free.f_bavail * free.f_frsize - 2**22
-    first.run("fallocate", "--length", str(size), f"{nodes.folder}/full")
-    first.start("dd", "if=/dev/zero", f"of={nodes.folder}/rest", "bs=64k").wait()
+    before = {*folder.glob("*.ckpt")}
+    fill(first, nodes.folder)
     began = time.monotonic()
     while "No checkpoint was saved, and the run continues" not in ranks[0].said:
         assert time.monotonic() < began + 60 and ranks[0].code is None, ranks[0].said
         time.sleep(0.05)
-    first.run("rm", f"{nodes.folder}/full", f"{nodes.folder}/rest")
+    make_room(first, nodes.folder)
     seconds = time.monotonic() - began
     lost = ("torchrun", "ddp", "room on rank 0's disk", phase, "goes on", seconds)
     record_property("lost", lost)

@@ -36,18 +36,19 @@ def test_what_a_host_writes_is_its_own(hosts):
 def test_they_have_names_and_reach_each_other(hosts):
     first, second = hosts
     assert [host.run("hostname") for host in hosts] == ["h1\n", "h2\n"]
-    server = second.start(sys.executable, "-m", "http.server", "8000", "--bind", "0.0.0.0")
-    ask = "import urllib.request as u; print(u.urlopen('http://h2:8000/', timeout=2).status)"
+    server = second.start(sys.executable, "-m", "http.server", "8000", "--bind", "::")
+    ask = "import urllib.request as u; print(*[u.urlopen(f'http://{at}:8000/', timeout=2).status "
+    ask += f"for at in ('h2', '[{second.address6}]')])"
     for _ in range(100):
         if ":8000" in second.run("ss", "-ltn"):
             break
         time.sleep(0.1)
     before = second.sent()
-    assert first.run(sys.executable, "-c", ask) == "200\n" and second.sent() > before
+    assert first.run(sys.executable, "-c", ask) == "200 200\n" and second.sent() > before
     second.link(up=False)
     assert first.start(sys.executable, "-c", ask).wait() != 0
     second.link(up=True)
-    assert first.run(sys.executable, "-c", ask) == "200\n"
+    assert first.run(sys.executable, "-c", ask) == "200 200\n"
     assert server.poll() is None
 
 
