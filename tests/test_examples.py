@@ -200,13 +200,13 @@ def test_the_model_of_lookup_is_that_of_its_script():
 
 @pytest.mark.slow
 def test_lookup_is_learned(tmp_path, capsys):
-    """Greedily, on chains that it has not seen: nothing before, nearly all after 20 rounds."""
+    """Greedily, on chains that it has not seen: nothing before, nearly all after 12 rounds."""
     small = f"data.engine=TransformersEngine trainer.default_root_dir={tmp_path}/run"
-    small += " trainer.max_epochs=20"
+    small += " trainer.max_epochs=12 trainer.check_val_every_n_epoch=12"
     main(["fit", "-c", "configs/lookup.yaml", *(f"--{option}" for option in small.split())])
     said = capsys.readouterr().out
     before, after = map(float, re.findall(r"accuracy ([0-9.]+) -> ([0-9.]+) of", said)[0])
-    assert before < 0.3 and after >= 0.95
+    assert before < 0.1 and after >= 0.8
     rows = Path(tmp_path, "run/completions.jsonl").read_text().splitlines()
     rows = [json.loads(row) for row in rows]
     assert {m["role"] for m in rows[-1]["completion"]} == {"assistant", "tool"}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched.cli.main import main
 
+pytestmark = pytest.mark.xdist_group("real model")  # it is made once
 ROOT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(ROOT / "scripts/real_model.py")]
 SHORT = """
