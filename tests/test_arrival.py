@@ -75,6 +75,17 @@ def test_the_limit_is_that_of_the_strategy(monkeypatch):
         arrival.await_ranks(trainer(limit=0.5))
 
 
+def test_a_port_that_another_run_has(monkeypatch, leader):
+    first = trainer(port=leader, rank=0)
+    with pytest.raises(
+        UsageError, match=rf"`MASTER_PORT={leader}` cannot be opened on \S+ \(.*in u"
+    ):
+        arrival.await_ranks(first)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun has it, for this run
+    monkeypatch.setattr(arrival._Waiting, "watch", lambda self, is_over: None)
+    arrival.await_ranks(first)
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_waits_in_vain_ends(monkeypatch, leader, comes):
     ended, team = threading.Event(), object()

@@ -28,11 +28,13 @@ def await_ranks(trainer: Trainer) -> None:
     The strategy's `timeout` is the limit, as in PyTorch, which is silent until then.
 
     Raises:
-        UsageError: rank 0 cannot be reached in that time.
+        UsageError: rank 0 cannot be reached in that time, or its port is taken.
     """
     if trainer.num_nodes == 1 or dist.is_initialized():
         return
     waiting = _Waiting(trainer)
+    if trainer.global_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        waiting.check_port()  # torchrun has opened it already
     while trainer.global_rank > 0 and (why := waiting.obstacle()) is not None:
         if waiting.is_due and (message := waiting.overdue(why)) is not None:
             raise UsageError(message)
@@ -72,6 +74,17 @@ class _Waiting:
     def _place(self) -> str:
         host, port = self._leader
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def check_port(self) -> None:
+        """Refuse a port of rank 0 that another process has, which may be another run."""
+        _, port = self._leader
+        try:
+            socket.create_server(("", port)).close()
+        except OSError as error:
+            raise UsageError(
+                f"`MASTER_PORT={port}` cannot be opened on {gethostname()} ({error}). Two runs on "
+                "one machine need two ports: set another one on every machine of this run."
+            ) from None
 
     def obstacle(self) -> str | None:
         """Say why rank 0 cannot be reached; `None`: it can."""

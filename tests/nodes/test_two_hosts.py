@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from nodes.launching import reached
 from safetensors.torch import load_file, save_file
 from several_ranks import check_same
 
@@ -57,6 +58,17 @@ def test_ranks_that_cannot_meet(nodes, firewall, what):
     waited = r"Rank %d on h%d has waited for the others for \d+ s: "
     assert re.search(waited % (1, 2) + told, said), said
     assert re.search(waited % (0, 1) + r"h1:\d+ answers, but some ranks are not there", said), said
+
+
+def test_two_runs_with_one_port(nodes):
+    """The second is refused, and the first is what it is alone."""
+    run = {"strategy": "ddp", "env": {"MASTER_PORT": "28500"}, **EXACT}
+    ranks = nodes.start("first", held="rollout", pause=30.0, **run)
+    reached(nodes, ranks, "first.rollout")
+    said = refused(nodes.start("second", waits=(3.0, 10.0), **run))
+    assert "`MASTER_PORT=28500` cannot be opened on h1" in said
+    whole = nodes.run("whole", strategy="ddp", **EXACT)
+    assert torch.equal(nodes.result("first", ranks)["weights"], whole["weights"])
 
 
 def test_other_weights_of_the_same_shape(nodes):
