@@ -8,15 +8,12 @@ import ctypes
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from lit_rlsched.settings import UsageError
@@ -215,11 +212,3 @@ def require_linux(part: str, instead: str) -> None:
     """
     if sys.platform != "linux":
         raise UsageError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")
-
-
-def limit_blocking(connection: Connection, seconds: float) -> None:
-    """Let a read or write that makes no progress for so long raise BlockingIOError; 0: no limit."""
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
-        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_rlsched.processes import limit_blocking
 from lit_rlsched.settings import RunFailed
 
 T = TypeVar("T")
@@ -81,8 +80,6 @@ SILENCE = 120.0
 """Seconds without a sign of life after which a rank counts as stopped."""
 GRACE = 3.0
 """Seconds for the main thread to end the run after another rank has failed."""
-GREETING = 10.0
-"""Seconds in which who connects must show that it is a rank of this run."""
 
 _ALIVE, _DONE = "alive", "done"
 
@@ -113,15 +110,19 @@ class TeamWatch:
             with _server("" if host not in ("127.0.0.1", "::1", "localhost") else host) as server:
                 ranks = all_gather((os.getpid(), own, server.getsockname()[1], key))
                 while len(self._connections) < len(ranks) - 1:
-                    made, _ = server.accept()
-                    # whoever is no rank of this run is left alone
-                    with suppress(AuthenticationError, EOFError, OSError):
-                        greeted = _greeted(made, key, server=True)
-                        self._connections[greeted.recv()] = greeted
+                    with suppress(OSError):  # nobody has come, or has gone again
+                        made, _ = server.accept()
+                        # whoever is no rank of this run keeps nobody waiting
+                        threading.Thread(target=self._greet, args=(made, key), daemon=True).start()
         else:
             ranks = all_gather((os.getpid(), own, None, None))
             *_, port, key = ranks[0]
-            self._connections[0] = _greeted(socket.create_connection((host, port)), key)
+            # `multiprocessing.connection.Client` knows IPv4 alone
+            made = socket.create_connection((host, port), timeout=10)
+            made.settimeout(None)
+            self._connections[0] = Connection(made.detach())
+            answer_challenge(self._connections[0], key)
+            deliver_challenge(self._connections[0], key)
             self._connections[0].send(rank)
         apart = len({name for _, name, *_ in ranks}) > 1
         self._names = [
@@ -133,6 +134,16 @@ class TeamWatch:
             threading.Thread(
                 target=self._listen, args=(other,), daemon=True, name=f"team-watch-{other}"
             ).start()
+
+    def _greet(self, made: socket.socket, key: bytes) -> None:
+        """Keep a connection if its other side knows the key, and tells which rank it is."""
+        connection = Connection(made.detach())
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            self._connections[connection.recv()] = connection
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
 
     def cause(self, seconds: float) -> str | None:
         """Wait at most so long, and return which other rank has failed first, and how."""
@@ -186,32 +197,12 @@ class TeamWatch:
 
 
 def _server(host: str) -> socket.socket:
-    """Listen at a free port of a host, or of all interfaces, by IPv4 and IPv6 where there are both.
-
-    `multiprocessing` has the same for IPv4 alone.
-    """
+    """Listen at a free port of a host; without one of all interfaces, by IPv4 and IPv6."""
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=1024, dualstack_ipv6=both)
-
-
-def _greeted(made: socket.socket, key: bytes, server: bool = False) -> Connection:
-    """Return a connection between two that have shown each other that they know the key.
-
-    Raises:
-        AuthenticationError: The other one does not know it.
-        OSError: It says nothing for so long, or has gone.
-    """
-    connection: Connection = Connection(made.detach())
-    try:
-        limit_blocking(connection, GREETING)
-        for step in (deliver_challenge, answer_challenge)[:: 1 if server else -1]:
-            step(connection, key)
-        limit_blocking(connection, 0)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    server = socket.create_server((host, 0), family=family, backlog=1024, dualstack_ipv6=both)
+    server.settimeout(0.1)
+    return server
 
 
 _END, _FAIL, _CALL, _SHARE = "end", "fail", "call", "share"

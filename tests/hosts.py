@@ -116,6 +116,9 @@ class Host:
         found = [pid for pid, args in self.processes().items() if all(w in args for w in words)]
         if found:  # some may end meanwhile
             self.start("kill", f"-{number.value}", *map(str, found)).communicate(timeout=SECONDS)
+        if number == signal.SIGCONT:
+            for process in self.started:  # which have stopped with those inside
+                process.send_signal(number)
         return len(found)
 
     def link(self, up: bool) -> None:

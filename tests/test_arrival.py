@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lit_rlsched import ranks
 from lit_rlsched.ranks import TeamWatch
 from lit_rlsched.run import arrival
 from lit_rlsched.settings import UsageError
@@ -108,12 +107,15 @@ def test_one_machine_and_a_group_that_is_there_wait_for_nobody(monkeypatch):
     arrival.await_ranks(trainer())
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_strangers_do_not_end_the_start_of_a_team(monkeypatch, host):
-    """One leaves at once, one has another key, and one says nothing."""
-    monkeypatch.setattr(ranks, "GREETING", 0.5)
-    if host == "::1" and not socket.has_ipv6:
-        pytest.skip("no IPv6")
+    """Two say nothing until the end, one has another key, and one leaves at once."""
+    try:
+        socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        pytest.skip(f"no {host} here: {error}")
     monkeypatch.setenv("MASTER_ADDR", host)
     values, all_there = [None, None], threading.Barrier(2)
     made, strangers = {}, []
@@ -124,21 +126,22 @@ def test_strangers_do_not_end_the_start_of_a_team(monkeypatch, host):
             all_there.wait()
             if rank == 1:
                 *_, port, _ = values[0]
-                strangers.append(socket.create_connection((host, port)))
+                strangers.extend(socket.create_connection((host, port)) for _ in range(2))
                 socket.create_connection((host, port)).close()
-                stranger = Connection(socket.create_connection((host, port)).detach())
+                other = Connection(socket.create_connection((host, port)).detach())
                 with pytest.raises(AuthenticationError):
-                    answer_challenge(stranger, b"another")
+                    answer_challenge(other, b"another")
             return values
 
         made[rank] = TeamWatch(rank, all_gather)
 
-    threads = [threading.Thread(target=of, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=of, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
     assert [*sorted(made)] == [0, 1]
-    strangers.pop().close()
-    for watch in made.values():
-        watch.close()
+    for stranger in strangers:
+        stranger.close()
+    made[1].tell("an error")
+    assert "has failed: an error" in made[0].cause(20)

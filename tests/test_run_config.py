@@ -29,7 +29,14 @@ from lit_rlsched.cli.folder import redacted
 from lit_rlsched.data.tasks import Countdown, HubDataset
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.run import wandb_runs
-from lit_rlsched.run.run_config import algorithm, commit, run_config, run_name, versions
+from lit_rlsched.run.run_config import (
+    algorithm,
+    commit,
+    run_config,
+    run_name,
+    shared_config,
+    versions,
+)
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.settings import plain
 from lit_rlsched.text import without_secrets
@@ -160,6 +167,31 @@ def make_run(tmp_path, module, *callbacks, **settings):
 class SimpleEngine(engines.SimulatedEngine):
     def __init__(self, threads: int = 2) -> None:
         super().__init__()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_ranks_must_have_in_common_is_compared_by_value(tmp_path):
+    """Ranks get it from each other pickled, so an object that is equal to itself alone would be
+    refused."""
+    every = [
+        LengthPrediction(PromptHistory()),
+        SortedBatching(2),
+        MicroGroupSampling(4),
+        callbacks.Speculation(),
+    ]
+
+    def shared(rate=1e-6, betas=(0.9, 0.99), many=every):
+        module = GRPOModule("Qwen/Qwen3-0.6B", learning_rate=rate, betas=betas)
+        trainer, data = make_run(tmp_path, module, *many)
+        return shared_config(trainer, data.run.settings)
+
+    ours = shared()
+    assert pickle.loads(pickle.dumps(ours)) == ours == shared()
+    assert ours["learning_rate"] == 1e-6 and ours["trainer.precision"] == "32-true"
+    assert ours["schedule.LengthPrediction.predictor.class"] == "PromptHistory"
+    assert "commit" not in ours and "engine.threads" not in ours
+    for other in (shared(rate=1e-5), shared(betas=(0.9, 0.95)), shared(many=every[:2])):
+        assert other != ours
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -120,17 +120,18 @@ class PromptSets:
     """Prompts by stage: `val`, `test`, `predict`."""
 
     @property
-    def _sets(self) -> list[Prompts]:
-        train = [self.train] if isinstance(self.train, Prompts) else []
-        return [*train, *self.held_out.values()]
+    def read(self) -> dict[str, Prompts]:
+        """All sets but a stream, by stage."""
+        train = {"train": self.train} if isinstance(self.train, Prompts) else {}
+        return train | self.held_out
 
     def __len__(self) -> int:
-        return sum(map(len, self._sets))
+        return sum(map(len, self.read.values()))
 
     def first(self, number: int) -> list[Prompt]:
         """The first prompts, those of `train` before others."""
         streamed = self.train.first(number) if self.stream else []
-        return [*islice(chain(streamed, *self._sets), number)]
+        return [*islice(chain(streamed, *self.read.values()), number)]
 
     @property
     def stream(self) -> bool:
@@ -141,18 +142,18 @@ class PromptSets:
     def longest(self) -> int:
         """Number of tokens of the longest prompt; of a stream, of the longest that it may have."""
         streamed = [self.train.max_prompt_length] if self.stream else []
-        return max([*streamed, *(int(prompts.lengths.max()) for prompts in self._sets)])
+        return max([*streamed, *(int(prompts.lengths.max()) for prompts in self.read.values())])
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
         streamed = [1] if self.stream else []
-        return min([*streamed, *(int(prompts.lengths.min()) for prompts in self._sets)])
+        return min([*streamed, *(int(prompts.lengths.min()) for prompts in self.read.values())])
 
     @property
     def memory(self) -> int:
         """Bytes of main memory."""
-        return sum(prompts.memory for prompts in self._sets)
+        return sum(prompts.memory for prompts in self.read.values())
 
 
 def tokenize(

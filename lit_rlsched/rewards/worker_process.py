@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -14,10 +16,11 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.processes import ChildProcess, how_it_ended, limit_blocking
+from lit_rlsched.processes import ChildProcess, how_it_ended
 from lit_rlsched.rewards.jobs import BadMessage, Job, Result, parse_message
 
 _ROUGH = re.compile(r"(RssAnon|RssShmem|VmSwap):\s+(\d+) kB")
@@ -328,6 +331,14 @@ class WorkerProcess(GuardedProcess):
         else:
             self.limit = math.inf
         self.deadline = start + self.limit
+
+
+def limit_blocking(connection: Connection, seconds: float) -> None:
+    """Let a read or write that makes no progress for so long raise BlockingIOError."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def kill_strays(workers: Iterable[GuardedProcess]) -> None:

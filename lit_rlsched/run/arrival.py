@@ -76,14 +76,16 @@ class _Waiting:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def check_port(self) -> None:
-        """Refuse a port of rank 0 that another process has, which may be another run."""
+        """Refuse a port of rank 0 that cannot be opened: another run may have it."""
         _, port = self._leader
         try:
-            socket.create_server(("", port)).close()
-        except OSError as error:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", port))
+        except (OSError, OverflowError) as error:
             raise UsageError(
                 f"`MASTER_PORT={port}` cannot be opened on {gethostname()} ({error}). Two runs on "
-                "one machine need two ports: set another one on every machine of this run."
+                "one machine need two ports. Set another one on every machine of this run."
             ) from None
 
     def obstacle(self) -> str | None:
@@ -111,8 +113,8 @@ class _Waiting:
             f"{now - self._began:.0f} s: {why}. {trainer.world_size} processes are expected on "
             f"{trainer.num_nodes} machines, each of which needs a `NODE_RANK` of its own. "
             "`MASTER_ADDR` is the machine of rank 0 as the others see it. All ports between them "
-            "must be open; with several networks, set `GLOO_SOCKET_IFNAME` and "
-            "`NCCL_SOCKET_IFNAME`."
+            "must be open. On a machine with several networks, or whose own name is 127.0.1.1 to "
+            "itself, set `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME`."
         )
         if now > self._began + self._limit.total_seconds():
             return message

@@ -2,9 +2,10 @@
 
 import importlib.metadata
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
@@ -62,6 +63,35 @@ def run_config(
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
+    """Return what all processes of a run must have in common, by name.
+
+    A process with another learning rate, for instance, would train other weights, and with DDP
+    nobody would see it.
+    """
+    module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    config = run_config(trainer, settings, {})
+    for name in ("commit", "seed_everything", "engine"):  # the leader's engine alone is used
+        del config[name]
+    config["versions"].pop("vllm", None)
+    config["versions"]["python"] = platform.python_version()
+    return dict(_flat(without_secrets({**data.hparams, **module.hparams, **config})))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield plain values and lists of them, under dotted names."""
+    value = plain(value)
+    if isinstance(value, list):
+        entries = [plain(entry) for entry in value]
+        nested = any(isinstance(entry, list | Mapping) for entry in entries)
+        value = dict(enumerate(entries)) if nested else value
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _flat(entry, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
 
 
 def logged_settings(

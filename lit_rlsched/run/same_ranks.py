@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 import time
+import zipfile
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,9 @@ from lightning import Trainer
 from torch import nn
 
 from lit_rlsched.ranks import Team
+from lit_rlsched.run.run_config import shared_config
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.run_settings import RunSettings
 from lit_rlsched.types import Prompt
 
 SEEN = 10.0
@@ -24,15 +27,15 @@ SEEN = 10.0
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_ranks(trainer: Trainer, team: Team, settings: Mapping[str, Any]) -> None:
+def check_ranks(trainer: Trainer, team: Team, settings: RunSettings) -> None:
     """Refuse processes that were started in other ways, or whose checkpoints would not be whole.
 
     Args:
         trainer: The Trainer.
         team: Its processes.
-        settings: What must be the same for all of them, by name.
+        settings: What the user of this process has set.
     """
-    check_same(team.all_gather((gethostname(), settings)))
+    check_same(team.all_gather((gethostname(), shared_config(trainer, settings))))
     check_shared_folder(trainer, team)
 
 
@@ -50,11 +53,12 @@ def check_same(
     at = [f" on {name}" if several else "" for name, _ in ranks]
     first = ranks[0][1]
     for rank, (_, settings) in enumerate(ranks):
-        for name, value in settings.items():
-            if value != first[name]:
+        for name in [*first, *(name for name in settings if name not in first)]:
+            ours, theirs = (of.get(name, "not there") for of in (settings, first))
+            if ours != theirs:
                 raise UsageError(
-                    f"Rank {rank}{at[rank]} has `{name}={value}`, and rank 0{at[0]} has "
-                    f"`{name}={first[name]}`. {fix}"
+                    f"Rank {rank}{at[rank]} has `{name}={ours}`, and rank 0{at[0]} has "
+                    f"`{name}={theirs}`. {fix}"
                 )
 
 
@@ -77,6 +81,21 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def checkpoint_digest(path: str | Path | None) -> str | None:
+    """Return the name of a checkpoint, and digits that depend on its contents if it is a file."""
+    if path is None:
+        return None
+    name = Path(path).name
+    if "://" in str(path) or Path(path).is_dir():
+        return name
+    try:
+        with zipfile.ZipFile(path) as file:  # torch keeps a checksum of each part at the end
+            parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
+    except (OSError, zipfile.BadZipFile):  # which is said when it is loaded
+        return name
+    return f"{name} ({zlib.crc32(repr(parts).encode()):08x})"
+
+
 def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return the number of prompts, and digits that depend on their names and tokens."""
     number = digest = 0
@@ -86,10 +105,18 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     return f"{number:,} prompts ({digest:08x})"
 
 
-def check_same_prompts(team: Team, prompts: Iterable[Prompt]) -> None:
-    """Refuse ranks that have read other training data."""
+def check_same_checkpoint(team: Team, path: str | Path | None) -> None:
+    """Refuse ranks that have begun with another checkpoint, or without one."""
     if team.size > 1:
-        own = {"train_data": prompts_digest(prompts)}
+        own = {"ckpt_path": checkpoint_digest(path)}
+        fix = "Copy the checkpoint of rank 0 to the same path on every host."
+        check_same(team.all_gather((gethostname(), own)), fix)
+
+
+def check_same_prompts(team: Team, sets: Mapping[str, Iterable[Prompt]]) -> None:
+    """Refuse ranks that have read other data."""
+    if team.size > 1:
+        own = {f"{stage}_data": prompts_digest(prompts) for stage, prompts in sets.items()}
         check_same(team.all_gather((gethostname(), own)), "Copy the data of rank 0 to every host.")
 
 

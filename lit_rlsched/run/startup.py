@@ -118,12 +118,12 @@ class Startup:
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
         self._check_ranks()
+        check_same_prompts(team, self.prompts.read)
         self._check_rows()
         self._slots = schedule.slots.share(len(settings.engine.engines))
         if self.prompts.stream:
             check_streams(schedule.rule.has_domains)
         elif train := self.prompts.train:
-            check_same_prompts(team, train)
             schedule.rule.check_enough(len(train))
             schedule.rule.check_domains(train)
             check(schedule, replace(facts, prompts=len(train)))
@@ -133,11 +133,9 @@ class Startup:
 
     def _check_rows(self) -> None:
         """Pass the rows that will be scored to the reward functions' checks."""
-        rewards, sets = self._settings.rewards, dict(self.prompts.held_out)
+        rewards, sets = self._settings.rewards, self.prompts.read
         if not (self._scored and self._trainer.predicting):
             sets.pop("predict", None)
-        if self.prompts.train and not self.prompts.stream:
-            sets = {"train": self.prompts.train, **sets}
         rewards.check_rows(
             (f"{number} of {stage}_data (the first is 0), uid {prompt.uid}", prompt.columns)
             for stage, prompts in sets.items()

@@ -26,7 +26,7 @@ from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.same_ranks import check_ranks
+from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
@@ -186,7 +186,7 @@ class TrainingRun:
 
         Raises:
             UsageError: the Trainer's strategy, precision or one of its callbacks is not supported,
-                processes differ in version, seed or sizes, or settings do not go together.
+                processes differ, or settings do not go together.
         """
         self._trainer = trainer
         check_trainer(trainer)
@@ -194,7 +194,7 @@ class TrainingRun:
             self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = make_team(trainer)
-            check_ranks(trainer, self.team, {"version": __version__, **self._same})
+            check_ranks(trainer, self.team, self.settings)
         only_ask(trainer, fits=trains)
         module = trainer.lightning_module
         self.facts = RunFacts(
@@ -469,11 +469,11 @@ class TrainingRun:
         self.resumed = state
 
     def check_resumed(self) -> None:
-        """Refuse a checkpoint without a run."""
+        """Refuse a checkpoint without a run, and processes that go on from other ones."""
         trainer = self.trainer
+        check_same_checkpoint(self.team, trainer.ckpt_path)
         if self.resumed is None and trainer.state.fn == "fit":
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            check_has_state(trainer.ckpt_path, type(data).__qualname__)
+            check_has_state(trainer.ckpt_path, trainer.datamodule)  # type: ignore[attr-defined]
 
     def _restore(self, state: dict[str, Any]) -> None:
         startup, schedule = self.startup, self.schedule

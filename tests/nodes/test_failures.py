@@ -169,9 +169,11 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
         second.link(up=False)
         if how == "killed":
             second.signal(signal.SIGKILL, "ray")
-    code = rank.wait(400)
-    second.signal(signal.SIGCONT, "ray")
-    make_room(second, "/tmp")
+    try:
+        code = rank.wait(400)
+    finally:
+        second.signal(signal.SIGCONT, "ray")
+        make_room(second, "/tmp")
     seconds = time.monotonic() - began
     result = "ends" if code else "goes on"
     record_property("lost", ("Ray", "one rank", what, phase, result, seconds))
@@ -191,6 +193,7 @@ def fill(host, folder):
     size = free.f_bavail * free.f_frsize - 2**22
     host.run("fallocate", "--length", str(size), f"{folder}/full")
     host.start("dd", "if=/dev/zero", f"of={folder}/rest", "bs=64k").wait()
+    assert os.statvfs(host.path(folder)).f_bavail == 0
 
 
 def make_room(host, folder):
@@ -209,10 +212,12 @@ def test_a_full_disk(nodes, record_property, phase):
     before = {*folder.glob("*.ckpt")}
     fill(first, nodes.folder)
     began = time.monotonic()
-    while "No checkpoint was saved, and the run continues" not in ranks[0].said:
-        assert time.monotonic() < began + 60 and ranks[0].code is None, ranks[0].said
-        time.sleep(0.05)
-    make_room(first, nodes.folder)
+    try:
+        while "No checkpoint was saved, and the run continues" not in ranks[0].said:
+            assert time.monotonic() < began + 60 and ranks[0].code is None, ranks[0].said
+            time.sleep(0.05)
+    finally:
+        make_room(first, nodes.folder)
     seconds = time.monotonic() - began
     lost = ("torchrun", "ddp", "room on rank 0's disk", phase, "goes on", seconds)
     record_property("lost", lost)

@@ -42,8 +42,13 @@ def listening(host):
 def rules(hosts):
     """Return the rules of the page for these hosts."""
     (text,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    addresses = ", ".join(host.address for host in hosts)
-    return re.sub(r"elements = \{.*?\}", f"elements = {{ {addresses} }}", text)
+    for name, kind in ("machines", "address"), ("machines6", "address6"):
+        addresses = ", ".join(getattr(host, kind) for host in hosts)
+        text, found = re.subn(
+            rf"(set {name} \{{[^}}]*elements = )\{{.*?\}}", rf"\1{{ {addresses} }}", text
+        )
+        assert found == 1
+    return text
 
 
 def test_a_stranger_reaches_nothing(nodes, three, cluster, firewall):
@@ -51,7 +56,12 @@ def test_a_stranger_reaches_nothing(nodes, three, cluster, firewall):
     more = {"ray": True, "held": "rollout", "env": cluster}
     ranks = nodes.start("run", **more, **ENGINES, strategy="ddp")
     reached(nodes, ranks, "run.rollout")
-    places = [(host.address, port) for host in ours for port in listening(host)]
+    places = [
+        (address, port)
+        for host in ours
+        for port in listening(host)
+        for address in (host.address, host.address6)
+    ]
 
     def open_to(host):
         return json.loads(host.run(sys.executable, "-c", TRY, json.dumps(places), timeout=120))
@@ -67,5 +77,6 @@ def test_a_stranger_reaches_nothing(nodes, three, cluster, firewall):
     firewall(rules(ours))
     assert open_to(stranger) == []
     assert all(rank.wait() == 0 for rank in ranks), [rank.said[-3000:] for rank in ranks]
-    again = nodes.start("again", strategy="ddp", **{**more, "held": "never"}, **ENGINES)
+    more |= {"held": "never", "env": {**cluster, "MASTER_ADDR": ours[0].address6}}
+    again = nodes.start("again", strategy="ddp", **more, **ENGINES)
     assert all(rank.wait() == 0 for rank in again), [rank.said[-3000:] for rank in again]

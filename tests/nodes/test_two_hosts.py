@@ -1,8 +1,10 @@
 """Two hosts that share no folder train as one, and what differs between them is refused by name."""
 
 import re
+import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,16 +89,31 @@ def test_a_host_without_the_model(nodes):
     assert re.search(r"Rank 1 \(process \d+ on h2\) has (failed|died)", said)
 
 
-def test_other_data(nodes):
-    other = {"data": {"train_data": [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)]}}
-    said = refused(nodes.start("run", second=other, strategy="ddp"))
-    assert "Rank 1 on h2 has `train_data=9 prompts (" in said, said
-    assert "80 prompts (" in said
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_other_data(nodes, stage):
+    read = {f"{stage}_data": [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)]}
+    none = {f"{stage}_data": read[f"{stage}_data"][:8]}
+    ranks = nodes.start("run", second={"data": read}, data=none, strategy="ddp")
+    said = refused(ranks)
+    assert f"Rank 1 on h2 has `{stage}_data=9 prompts (" in said, said
+    assert "8 prompts (" in said
 
 
-def test_other_settings(nodes):
-    said = refused(nodes.start("run", second={"data": {"seed": 4}}, strategy="ddp"))
-    assert "Rank 1 on h2 has `seed=4`, and rank 0 on h1 has `seed=3`" in said
+@pytest.mark.parametrize(
+    ("kind", "name", "others", "ours"),
+    [
+        ("data", "seed", 4, 3),
+        ("module", "learning_rate", 0.001, 0.0003),
+        ("callbacks", "schedule.MicroGroupSampling.slots", 2, 4),
+    ],
+)
+def test_other_settings(nodes, kind, name, others, ours):
+    def given(value):
+        set_to = {name.split(".")[-1]: value}
+        return {kind: {"MicroGroupSampling": set_to} if kind == "callbacks" else set_to}
+
+    said = refused(nodes.start("run", second=given(others), strategy="ddp", **given(ours)))
+    assert f"Rank 1 on h2 has `{name}={others}`, and rank 0 on h1 has `{name}={ours}`" in said, said
 
 
 def test_parts_of_a_checkpoint_on_two_disks(nodes):
@@ -111,9 +128,15 @@ def test_a_checkpoint_that_one_host_has(nodes):
     path = f"{nodes.folder}/half.ckpt"
     nodes.run("half", strategy="ddp", **EXACT | {"rounds": 2}, save=path)
     again = {"ckpt_path": path, **EXACT}
+    first, second = (host.path(path) for host in nodes.hosts)
     said = refused(nodes.start("again", strategy="ddp", **again))
     assert f"There is no checkpoint `{path}` on h2" in said
-    first, second = (host.path(path) for host in nodes.hosts)
+    said = refused(nodes.start("again", strategy="ddp", second={"ckpt_path": None}, **again))
+    assert "Rank 1 on h2 has `ckpt_path=None`, and rank 0 on h1 has `ckpt_path=half.ckpt (" in said
+    older = torch.load(first, weights_only=False)
+    torch.save(older | {"global_step": older["global_step"] - 1}, second)
+    said = refused(nodes.start("again", strategy="ddp", **again))
+    assert re.search(r"Rank 1 on h2 has `ckpt_path=half.ckpt \(\w{8}\)`", said), said
     shutil.copy(first, second)
     both = nodes.run("again", strategy="ddp", **again)
     assert torch.equal(both["weights"], whole["weights"])
@@ -129,23 +152,29 @@ def test_what_one_disk_has_is_decided_once(nodes):
     assert [rank.wait(100) for rank in ranks] == [0, 0]
 
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
+PAGE = Path(__file__).parents[2] / "docs/howto/several_machines.md"
 
 
 def test_torchrun(both, day_ahead):
-    """The command of the documentation, on the quick task; the hosts' clocks are a day apart."""
-    meet = ("--master-addr=h1", "--master-port=29511", "-m", "lit_rlsched", "fit")
-    run = (
-        *("-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"),
-        *("--data.prompts_per_round=2", "--data.num_generations=4"),
-        *("--trainer.accelerator=cpu", "--trainer.num_nodes=2", "--trainer.devices=1"),
-        *("--trainer.strategy=ddp", "--trainer.max_epochs=1", "--trainer.limit_val_batches=0"),
-        *("--trainer.logger=false", "--trainer.default_root_dir=/tmp/torchrun"),
-    )
+    """The command of the page on the quick task, by IPv6; the hosts' clocks are a day apart."""
+    (block,) = re.findall(r"^```bash\n(torchrun[^`]*quickstart[^`]*)^```", PAGE.read_text(), re.M)
+    where = {
+        "NODE_0": both[0].address6,
+        "--node-rank 0": "--node-rank {}",
+        "runs/": "/tmp/",
+    }
+    for name, value in where.items():
+        assert block.count(name) == 1
+        block = block.replace(name, value)
+    _, *arguments = shlex.split(block.replace("\\\n", " "))
     processes = [
-        host.start(*TORCHRUN, f"--node-rank={number}", *meet, *run, env=day_ahead if number else {})
+        host.start(
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(argument.replace("{}", str(number)) for argument in arguments),
+            env=day_ahead if number else {},
+        )
         for number, host in enumerate(both)
     ]
     said = [process.communicate(timeout=300)[0] for process in processes]
-    assert not any(process.returncode for process in processes), said
+    assert not any(process.returncode for process in processes), "\n".join(said)[-8000:]
     assert "round 1/1" in said[0] and "round 1/1" not in said[1]

@@ -53,13 +53,13 @@ def check_same_weights(
         )
 
 
-def check_has_state(ckpt_path: Any, datamodule: str) -> None:
-    """Refuse a checkpoint that brought no state for the data module of this class name."""
+def check_has_state(ckpt_path: Any, datamodule: object) -> None:
+    """Refuse a checkpoint that brought no state for a data module."""
     if ckpt_path is not None:
         raise CheckpointError(
-            f"`{ckpt_path}` has no state of `{datamodule}`: no prompts, pool, round or counters to "
-            "resume. Resume from a checkpoint of the whole run, or start a new run without "
-            "`ckpt_path`."
+            f"`{ckpt_path}` has no state of `{type(datamodule).__qualname__}`: no prompts, pool, "
+            "round or counters to resume. Resume from a checkpoint of the whole run, or start a "
+            "new run without `ckpt_path`."
         )
 
 
