@@ -19,7 +19,7 @@ BUILD  := $(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
 # Slow tests often wait, and the longest come first. A group shares one start of vLLM's workers.
-SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 5
+SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --maxprocesses 6
 SLOW   += --dist loadgroup --no-loadscope-reorder --durations=40
 DEVICE ?= cuda
 FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)

@@ -65,7 +65,7 @@ def test_ranks_that_cannot_meet(nodes, firewall, what):
 def test_two_runs_with_one_port(nodes):
     """The second is refused, and the first is what it is alone."""
     run = {"strategy": "ddp", "env": {"MASTER_PORT": "28500"}, **EXACT}
-    ranks = nodes.start("first", held="rollout", pause=30.0, **run)
+    ranks = nodes.start("first", held="rollout", pause=15.0, **run)
     reached(nodes, ranks, "first.rollout")
     said = refused(nodes.start("second", waits=(3.0, 10.0), **run))
     assert "`MASTER_PORT=28500` cannot be opened on h1" in said
