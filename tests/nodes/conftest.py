@@ -146,6 +146,6 @@ def pytest_terminal_summary(terminalreporter):
     if rows:
         head = ["launcher", "strategy", "lost", *phases]
         terminalreporter.write_line(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for what, cells in rows.items():
+    for what, cells in sorted(rows.items(), key=lambda row: row[0][:2]):
         line = [*what, *(cells.get(phase, "") for phase in phases)]
         terminalreporter.write_line(f"| {' | '.join(line)} |")
