@@ -73,11 +73,12 @@ def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
     """
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     config = run_config(trainer, settings, {})
-    for name in ("commit", "seed_everything", "engine"):  # the leader's engine alone is used
+    for name in ("commit", "seed_everything", "engine"):
         del config[name]
-    config["versions"].pop("vllm", None)
-    config["versions"]["python"] = platform.python_version()
-    return dict(_flat(without_secrets({**data.hparams, **module.hparams, **config})))
+    # vLLM runs on the leader alone
+    versions = config.pop("versions") | {"python": platform.python_version(), "vllm": None}
+    every = {"versions": versions, **data.hparams, **module.hparams, **config}
+    return dict(_flat(without_secrets(every)))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

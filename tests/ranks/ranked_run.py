@@ -33,7 +33,7 @@ from struck_engines import struck
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.run import arrival, training_run
+from lit_rlsched.run import arrival, run_config, training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
@@ -253,7 +253,7 @@ def fork(rank, port, log, folder, one):
     if rank == 0 and "engine" in one and "engine_settings" not in one:
         forked_engines.begin()
     of_rank = one.pop("of_rank", {}).get(str(rank), {})
-    training_run.__version__ = of_rank.pop("version", training_run.__version__)
+    run_config.__version__ = of_rank.pop("version", run_config.__version__)
     ended_by(lambda: run(folder, **{**one, **of_rank}))
 
 

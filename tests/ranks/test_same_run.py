@@ -199,7 +199,7 @@ REFUSED = {
     "versions": (
         {"of_rank": {"1": {"version": "0.0.1"}}},
         DDP,
-        "Rank 1 has `version=0.0.1`, and rank 0 has",
+        "Rank 1 has `versions.lit_rlsched=0.0.1`, and rank 0 has",
     ),
 }
 
