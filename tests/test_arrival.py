@@ -144,4 +144,6 @@ def test_strangers_do_not_end_the_start_of_a_team(monkeypatch, host):
     for stranger in strangers:
         stranger.close()
     made[1].tell("an error")
-    assert "has failed: an error" in made[0].cause(20)
+    cause = made[0].cause(20)
+    made[0].close()  # else it ends this process, as it would a run
+    assert "has failed: an error" in cause
