@@ -44,10 +44,8 @@ def run_config(
         settings: What the user has set.
         read: Data sets read so far, by stage.
     """
-    rewards = settings.rewards
     return {
-        "algorithm": algorithm(trainer.lightning_module),
-        "schedule": schedule(trainer),
+        **_of_training(trainer, settings),
         "engine": plain(settings.engine),
         **{
             f"{name}_data": {
@@ -56,12 +54,20 @@ def run_config(
             }
             for name, rows in read.items()
         },
-        "reward_funcs": dict(zip(rewards.names, rewards.weights, strict=True)),
-        "trainer": _trainer_settings(trainer),
-        "seed": settings.seed,
         "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", settings.seed)),
         "versions": versions(),
         "commit": commit(),
+    }
+
+
+def _of_training(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
+    rewards = settings.rewards
+    return {
+        "algorithm": algorithm(trainer.lightning_module),
+        "schedule": schedule(trainer),
+        "reward_funcs": dict(zip(rewards.names, rewards.weights, strict=True)),
+        "trainer": _trainer_settings(trainer),
+        "seed": settings.seed,
     }
 
 
@@ -72,12 +78,13 @@ def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
     nobody would see it.
     """
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-    config = run_config(trainer, settings, {})
-    for name in ("commit", "seed_everything", "engine"):
-        del config[name]
-    # vLLM runs on the leader alone
-    versions = config.pop("versions") | {"python": platform.python_version(), "vllm": None}
-    every = {"versions": versions, **data.hparams, **module.hparams, **config}
+    every = {
+        "versions": versions()
+        | {"python": platform.python_version(), "vllm": None},  # the leader's
+        **data.hparams,
+        **module.hparams,
+        **_of_training(trainer, settings),
+    }
     return dict(_flat(without_secrets(every)))
 
 

@@ -53,7 +53,7 @@ def check_same(
     at = [f" on {name}" if several else "" for name, _ in ranks]
     first = ranks[0][1]
     for rank, (_, settings) in enumerate(ranks):
-        for name in [*first, *(name for name in settings if name not in first)]:
+        for name in {**first, **settings}:
             ours, theirs = (of.get(name, "not there") for of in (settings, first))
             if ours != theirs:
                 raise UsageError(

@@ -92,9 +92,8 @@ def test_a_host_without_the_model(nodes):
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_other_data(nodes, stage):
     read = {f"{stage}_data": [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)]}
-    none = {f"{stage}_data": read[f"{stage}_data"][:8]}
-    ranks = nodes.start("run", second={"data": read}, data=none, strategy="ddp")
-    said = refused(ranks)
+    fewer = {name: rows[:8] for name, rows in read.items()}
+    said = refused(nodes.start("run", second={"data": read}, data=fewer, strategy="ddp"))
     assert f"Rank 1 on h2 has `{stage}_data=9 prompts (" in said, said
     assert "8 prompts (" in said
 
