@@ -358,7 +358,8 @@ def missing(bundle: Mapping[str, float], engines: int) -> str:
         free = ray.available_resources()
         return f"others use it ({_say({name: free.get(name, 0) for name in bundle})} are free)"
     held = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
-    return f"its {len(nodes)} nodes have {_say(held)} in all, which is enough for {room}"
+    nodes_have = "one node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
+    return f"its {nodes_have} {_say(held)} in all, which is enough for {room}"
 
 
 def _say(resources: Mapping[str, float]) -> str:

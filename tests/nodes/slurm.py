@@ -60,6 +60,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout={silence}
 KillWait=5
+SchedulerParameters=bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 {nodes}
