@@ -89,8 +89,8 @@ programs:  ## Install Debian's programs that slow tests use, where that needs no
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && install="apt-get install -y -q --no-install-recommends $$missing" && \
 	{ $$install || { apt-get update -q && $$install; }; } >/dev/null 2>&1; } || echo "Without$$missing (packages of Debian) some slow tests are skipped"
 
-test-all: checks programs  ## Run lint, types and all tests at once
-	$(BIN)/pytest $(SLOW) -m "slow or not slow"
+test-all: checks programs  ## Run lint, types and all tests at once; SHARE=2/4 leaves out some slow ones
+	$(BIN)/pytest $(SLOW) -m "slow or not slow" $(if $(SHARE),--share=$(SHARE))
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail
 	$(MAKE) install VENV=.venv-next

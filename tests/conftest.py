@@ -97,7 +97,12 @@ LONGEST = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let CI run some of the slow tests."""
+    parser.addoption("--share", metavar="I/N", help="run each N-th slow test, from the I-th on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first.
 
     Reward workers get functions of tests by value: else they import the test and so torch.
@@ -123,6 +128,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"`mostly_slow` lists parameters that are not there: {listed - found}"
         )
+    if share := config.getoption("share"):
+        first, step = map(int, share.split("/"))
+        slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
+        left = {*slow} - {*slow[first % step :: step]}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]
 
 
 def make_model(folder: Path, tied: bool) -> str:
