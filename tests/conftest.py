@@ -96,12 +96,12 @@ LONGEST = (
 """They begin first, so that none is left for a single worker at the end."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let CI run some of the slow tests."""
     parser.addoption("--share", metavar="I/N", help="run each N-th slow test, from the I-th on")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the parameters that `mostly_slow` does not list as slow; put the longest tests first.
 

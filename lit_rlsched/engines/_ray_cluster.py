@@ -26,6 +26,7 @@ from lit_rlsched.engines.weight_transfer import in_thread
 from lit_rlsched.processes import passed
 from lit_rlsched.scheduling.time_limits import RunningClock
 from lit_rlsched.settings import RunFailed, UsageError
+from lit_rlsched.text import counted
 
 MIN_VERSION = (2, 59)
 """The first version whose local clusters ask for a token, so that other users cannot run code."""
@@ -358,8 +359,8 @@ def missing(bundle: Mapping[str, float], engines: int) -> str:
         free = ray.available_resources()
         return f"others use it ({_say({name: free.get(name, 0) for name in bundle})} are free)"
     held = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
-    nodes_have = "one node has" if len(nodes) == 1 else f"{len(nodes)} nodes have"
-    return f"its {nodes_have} {_say(held)} in all, which is enough for {room}"
+    where = counted(len(nodes), "node")
+    return f"it has {where} with {_say(held)} in all, which is enough for {room}"
 
 
 def _say(resources: Mapping[str, float]) -> str:

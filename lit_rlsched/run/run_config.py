@@ -78,9 +78,10 @@ def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
     nobody would see it.
     """
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+    # vLLM runs on the leader alone
+    here = versions() | {"python": platform.python_version(), "vllm": None}
     every = {
-        "versions": versions()
-        | {"python": platform.python_version(), "vllm": None},  # the leader's
+        "versions": here,
         **data.hparams,
         **module.hparams,
         **_of_training(trainer, settings),

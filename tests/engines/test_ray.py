@@ -58,7 +58,7 @@ def test_a_cluster_without_the_resources_is_refused_with_what_is_missing():
     engine = RayEngine(SimulatedEngine(), {"CPU": 1, "TPU": 4}, timeout=1)
     with pytest.raises(RuntimeError, match=r"no room for 1 x 1 CPU [+] 4 TPU after 1 s") as error:
         engine.start(SPEC)
-    assert "its one node has 4 CPU + 0 TPU in all, which is enough for 0" in str(error.value)
+    assert "it has 1 node with 4 CPU + 0 TPU in all, which is enough for 0" in str(error.value)
     pool = EnginePool.of(RayEngine(SimulatedEngine(), {"CPU": 3}, timeout=1), 2)
     with pytest.raises(RuntimeError, match=r"no room for 2 x 3 CPU .* enough for 1[.]"):
         pool.start(SPEC)
