@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from causal_families import FAMILIES, NOT_TINY, make_config
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import Plain
 from seen_rounds import At, gradient_norm, logged
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config, Trainer
+from torch.nn import ParameterList
+from transformers import AutoModelForCausalLM, Trainer
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.cli.estimate.live import LiveBytes
@@ -137,11 +139,11 @@ def test_a_resumed_run_steps_as_it_says():
     """AdamW's state would bring the step of the run that wrote it."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    written = make_adamw([weight], fused=False)
+    written = make_adamw(ParameterList([weight]), fused=False)
     written.step()
     checkpoint = {"optimizer_states": [written.state_dict()]}
     keep_step(checkpoint, fused=True)
-    resumed = make_adamw([weight], fused=True)
+    resumed = make_adamw(ParameterList([weight]), fused=True)
     resumed.load_state_dict(checkpoint["optimizer_states"][0])
     assert resumed.param_groups[0]["fused"]
     resumed.step()
@@ -152,7 +154,9 @@ def test_a_fused_step_is_that_of_the_other():
     for fused in (True, False):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(8, 4)), torch.nn.Parameter(torch.randn(3))]
-        optimizer = make_adamw(weights, fused, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = make_adamw(
+            ParameterList(weights), fused, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1
+        )
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
@@ -162,18 +166,40 @@ def test_a_fused_step_is_that_of_the_other():
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("config", [Qwen3Config, GPT2Config, LlamaConfig])
-def test_what_decays_is_what_decays_in_transformers(config):
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16, "hidden_size": 8}
-    policy = AutoModelForCausalLM.from_config(config(**sizes))
-    expected = Trainer.get_decay_parameter_names(None, policy)
-    optimizer = make_adamw(policy.parameters(), fused=False, weight_decay=0.1)
-    names = {id(p): name for name, p in policy.named_parameters()}
-    decay, others = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
-    assert decay == {*expected} & {*names.values()} and others == {*names.values()} - decay
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    (whole,) = make_adamw(policy.parameters(), fused=False).param_groups
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_TINY])
+def test_what_decays_is_what_decays_in_transformers(family):
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(make_config(family))
+    expected = {*Trainer.get_decay_parameter_names(None, policy)}
+    optimizer = make_adamw(policy, fused=False, weight_decay=0.1)
+    names = {id(p): name for name, p in policy.named_parameters() if p.requires_grad}
+    found = {
+        group["weight_decay"]: {names[id(p)] for p in group["params"]}
+        for group in optimizer.param_groups
+    }
+    assert found[0.1] == expected & {*names.values()}
+    assert found.get(0.0, set()) == {*names.values()} - expected
+    (whole,) = make_adamw(policy, fused=False).param_groups
     assert len(whole["params"]) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "spared"),
+    [
+        ("gpt_oss", {}, {"down_proj_bias", "gate_up_proj_bias", "input_layernorm", "norm"}),
+        ("cohere", {"use_qk_norm": True}, {"q_norm", "k_norm", "input_layernorm", "norm"}),
+        ("qwen3", {}, {"q_norm", "k_norm", "input_layernorm", "norm"}),
+    ],
+)
+def test_biases_and_norms_of_any_shape_do_not_decay(family, settings, spared):
+    with torch.device("meta"):
+        config = make_config(family)
+        config.update(settings)
+        policy = AutoModelForCausalLM.from_config(config)
+    _, others = make_adamw(policy, fused=False, weight_decay=0.1).param_groups
+    ids = {id(p) for p in others["params"]}
+    found = {n.removesuffix(".weight") for n, p in policy.named_parameters() if id(p) in ids}
+    assert spared <= {name.rpartition(".")[2] for name in found}
 
 
 def test_a_fused_step_takes_no_memory():
@@ -181,7 +207,7 @@ def test_a_fused_step_takes_no_memory():
     weight.grad = torch.ones_like(weight)
     peaks = {}
     for fused in (True, False):
-        optimizer = make_adamw([weight], fused, lr=1e-3)
+        optimizer = make_adamw(ParameterList([weight]), fused, lr=1e-3)
         optimizer.step()
         with LiveBytes() as live:
             optimizer.step()

@@ -262,7 +262,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hp = self._hp
         optimizer = make_adamw(
-            [p for p in self.parameters() if p.requires_grad],
+            self,
             is_fused(hp.optim, self.device.type),
             lr=hp.learning_rate,
             betas=tuple(hp.betas),

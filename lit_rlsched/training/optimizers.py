@@ -1,7 +1,7 @@
 """AdamW and its learning-rate schedule, and checks of other optimizers."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import local
 from lit_rlsched.training.round import Round
 
 Optim = Literal["adamw_torch", "adamw_torch_fused"]
+_SPARED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Finds biases and norms by name, in `transformers.Trainer.get_decay_parameter_names` too."""
 
 
 def is_fused(optim: Optim | None, device: str) -> bool:
@@ -24,18 +27,19 @@ def is_fused(optim: Optim | None, device: str) -> bool:
     return device == "cuda" if optim is None else optim == "adamw_torch_fused"
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], fused: bool, **settings: Any) -> AdamW:
-    """Build an AdamW whose gradients are unscaled and clipped by the module.
+def make_adamw(module: nn.Module, fused: bool, **settings: Any) -> AdamW:
+    """Build an AdamW of a module's trained weights; the module unscales and clips gradients.
 
-    As in transformers, biases and the weights of norms do not decay: they have one dimension.
+    Biases and the weights of norms do not decay, found by name and type as transformers does.
     On a GPU the step that is not fused needs a temporary as large as all parameters.
     """
-    groups: list[Any] = [{"params": [*parameters]}]
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups: list[Any] = [{"params": [*trained.values()]}]
     if settings.get("weight_decay"):
-        parameters = groups[0]["params"]
-        flat = [p for p in parameters if p.ndim <= 1]
-        groups = [{"params": [p for p in parameters if p.ndim > 1]}]
-        groups += [{"params": flat, "weight_decay": 0.0}] if flat else []
+        decaying = {*get_parameter_names(module, [nn.LayerNorm], _SPARED)}
+        parts = [[p for n, p in trained.items() if (n in decaying) is on] for on in (True, False)]
+        groups = [{"params": parts[0]}, {"params": parts[1], "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]] or groups[:1]
     optimizer = AdamW(groups, fused=True if fused else None, **settings)
     _leave_scale(optimizer)
     return optimizer
@@ -123,6 +127,11 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
 
 class _Schedule(LambdaLR):
     """Leaves parameter groups alone that a callback adds later, such as `BackboneFinetuning`."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take one learning rate for each parameter group of the checkpoint."""
+        super().load_state_dict(state_dict)
+        self.lr_lambdas = self.lr_lambdas[:1] * len(self.base_lrs)
 
     def get_lr(self) -> list[Any]:
         scheduled = super().get_lr()
