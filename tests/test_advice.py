@@ -181,11 +181,10 @@ def test_dropout_in_a_policy_of_ones_own_is_advised_about(tiny_model) -> None:
 
 def test_restored_settings() -> None:
     group = {"lr": 5e-6, "initial_lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.0}
-    checkpoint = {"optimizer_states": [{"param_groups": [group]}]}
     same = {"learning_rate": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0}
-    assert restored_settings(same, checkpoint) is None
-    assert restored_settings({**same, "learning_rate": 1}, {}) is None
-    text = restored_settings({**same, "learning_rate": 1e-4, "weight_decay": 0.1}, checkpoint)
+    assert restored_settings(same, [group]) is None
+    assert restored_settings({**same, "learning_rate": 1}, []) is None
+    text = restored_settings({**same, "learning_rate": 1e-4, "weight_decay": 0.1}, [group])
     assert text and "`learning_rate=0.0001` (the checkpoint has 1e-05) and `weight_decay" in text
 
 

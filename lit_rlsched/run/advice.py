@@ -267,19 +267,22 @@ def slow_steps(slower: float | None) -> str | None:
     )
 
 
-def restored_settings(settings: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> str | None:
-    """Warn if settings of the optimizer differ from those that the checkpoint restores.
+def restored_settings(
+    settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Warn if settings of the optimizer differ from those that a checkpoint restores.
 
     Args:
         settings: Settings of the module.
-        checkpoint: Lightning checkpoint with `optimizer_states`.
+        groups: The optimizer's parameter groups in the checkpoint.
     """
-    groups = [g for state in checkpoint.get("optimizer_states", ()) for g in state["param_groups"]]
     changed = []
     for name, keys in _OPTIMIZER_KEYS.items():
         saved = [next((group[key] for key in keys if key in group), None) for group in groups]
         theirs = {_comparable(value) for value in saved if value is not None}
-        if theirs and _comparable(settings[name]) not in theirs:  # norms do not decay
+        if name == "weight_decay":
+            theirs = {*sorted(theirs)[-1:]}  # biases and norms do not decay
+        if theirs and _comparable(settings[name]) not in theirs:
             shown = ", ".join(map(str, sorted(theirs)))
             changed.append(f"`{name}={settings[name]}` (the checkpoint has {shown})")
     if not changed:

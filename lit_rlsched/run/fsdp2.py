@@ -29,6 +29,7 @@ from lit_rlsched.run.saving.checkpoints import (
 )
 from lit_rlsched.run.saving.sharded_checkpoints import (
     is_sharded_checkpoint,
+    load_groups,
     load_parts,
     numbered,
     plain_errors,
@@ -123,6 +124,11 @@ class FSDP2Strategy(ModelParallelStrategy):
             weights = weights if self.is_global_zero else {}
         set_model_state_dict(module, weights, options=options)
         for i, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            if sharded:
+                with refusing(path):
+                    state = load_groups(path, f"optimizer_{i}")
+            if check is not None:
+                state = module.adopt_optimizer(optimizer, state, checkpoint)
             kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
             if sharded:
                 own = get_optimizer_state_dict(module, optimizer)

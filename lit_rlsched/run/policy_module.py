@@ -20,6 +20,7 @@ from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
+from lit_rlsched.run.saving.origin import origin
 from lit_rlsched.run.trainer import StepMetrics
 from lit_rlsched.settings import (
     KnownArguments,
@@ -169,6 +170,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._total: Tensor | float = 0.0  # loss of the optimizer step so far
         self._figures = StepMetrics()
         self._sharing = Sharing()
+        self._origin: dict[str, Any] = {}
         self._loss_settings: dict[str, Any] = {
             "loss_type": loss_type,
             "epsilon": epsilon,
@@ -221,6 +223,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             for part in model.modules():  # only what asks for train mode: some routers sample in it
                 part.training = hasattr(part, "gradient_checkpointing")
         if hp.lora_rank:
+            self._origin = origin(policy, hp.reference_model)
             if adapter is None:
                 policy = add_lora(policy, hp.lora_rank, hp.lora_alpha, hp.lora_target_modules)
             elif self.needs_reference and hp.reference_model == "initial":
@@ -228,6 +231,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self.register_load_state_dict_post_hook(without_base)  # type: ignore[no-untyped-call]
         elif self.needs_reference:
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
+            self._origin = origin(self._reference[0])
         self.model = policy
         if is_sharded(self._trainer) and self.device_mesh is not None:  # an estimate has no mesh
             for reference in self._reference:  # not a submodule, so nothing else casts it
@@ -258,6 +262,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self.trainer.lr_scheduler_configs,
             [p for p in self.parameters() if p.requires_grad],
         )
+        super().on_fit_start()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         hp = self._hp

@@ -1,6 +1,5 @@
 """What the processes of a run must have in common, on one host or several."""
 
-import hashlib
 import secrets
 import time
 import zipfile
@@ -11,7 +10,6 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning import Trainer
 from torch import nn
@@ -19,12 +17,12 @@ from torch import nn
 from lit_rlsched.ranks import Team
 from lit_rlsched.run.run_config import shared_config
 from lit_rlsched.settings import UsageError
+from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.run_settings import RunSettings
 from lit_rlsched.types import Prompt
 
 SEEN = 10.0
 """Seconds until a file of another host is seen: network file systems remember that it was not."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_ranks(trainer: Trainer, team: Team, settings: RunSettings) -> None:
@@ -65,20 +63,8 @@ def check_same(
 def check_same_weights(model: nn.Module) -> None:
     """Refuse ranks that have loaded other weights, before each keeps a part of its own."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (gethostname(), {"weights": fingerprint(model)}))
+    dist.all_gather_object(found, (gethostname(), {"weights": fingerprint(model.state_dict())}))
     check_same(found, "Copy the model's folder of rank 0 to every host.")
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return digits that depend on names, types, shapes and values of the weights."""
-    digest = hashlib.blake2b(digest_size=6)
-    for name, tensor in model.state_dict().items():
-        total = 0
-        if not tensor.is_meta:  # else it is loaded later
-            bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
-            total = int(bits.sum(dtype=torch.int64))  # exact, in whatever order a device adds
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total};".encode())
-    return digest.hexdigest()
 
 
 def checkpoint_digest(path: str | Path | None) -> str | None:

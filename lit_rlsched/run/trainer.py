@@ -16,6 +16,7 @@ from lit_rlsched.run.automatic import MicroBatchAccumulation
 from lit_rlsched.run.checks import check_accumulation
 from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.run.saving.callback_states import CallbackStates
 from lit_rlsched.scheduling.timeline import TRAINER, UPDATE, Timeline
 from lit_rlsched.settings import UsageError
 
@@ -63,6 +64,7 @@ class FitSettings:
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
         self._add(Recorder(record, timeline))
+        self._add(CallbackStates())
 
     @property
     def is_last_round(self) -> bool:

@@ -11,7 +11,6 @@ from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lit_rlsched import __version__
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
@@ -28,7 +27,6 @@ from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
 from lit_rlsched.run.saving.resuming import (
-    FORMAT,
     SAME_ON_RESUME,
     check_drawn,
     check_format,
@@ -36,6 +34,7 @@ from lit_rlsched.run.saving.resuming import (
     check_same_settings,
     check_whole_groups,
     complete,
+    written,
 )
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.switches import make_schedule
@@ -425,8 +424,7 @@ class TrainingRun:
             at = {"start": self._start, "empty_steps": self._empty_steps}
             saved = self.current.state_dict() | at
         return {
-            "format": FORMAT,
-            "version": __version__,
+            **written(),
             "settings": self._same,
             "reward_funcs": list(self.settings.rewards.names),
             "train_data": name_of(self.settings.data["train"]),

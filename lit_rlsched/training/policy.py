@@ -1,8 +1,9 @@
 """Load the Hugging Face model that is trained, find it in a module, and read its weights."""
 
+import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _TOLERANCE = ("phimoe", "router_jitter_noise")
 """Is no noise: of experts whose scores are this close, several are used, in eval mode too."""
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """Names of a model's context; with ALiBi or a recurrent state there may be none."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
 
 
@@ -303,6 +305,24 @@ def adapter_spec(policy: nn.Module) -> AdapterSpec:
         modules=tuple(sorted({name.rpartition(".")[2] for name in layers})),
         parameters=sum(a.numel() + b.numel() for a, b in matrices),
     )
+
+
+def fingerprint(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """Return digits that depend on names, types, shapes and values.
+
+    Args:
+        weights: Tensors by name.
+        dtype: Type that counts for all floating-point tensors, to which they are rounded.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for name, tensor in weights.items():
+        used = tensor.detach().to(dtype if tensor.is_floating_point() else None)
+        total = 0
+        if not used.is_meta:  # else it is loaded later
+            bits = used.view(_INTEGERS[used.element_size()])
+            total = int(bits.sum(dtype=torch.int64))  # exact, in whatever order a device adds
+        digest.update(f"{name} {used.dtype} {tuple(used.shape)} {total};".encode())
+    return digest.hexdigest()
 
 
 def named_adapters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.model_card import model_card
+from lit_rlsched.run.saving.origin import check_base
 from lit_rlsched.run.saving.resuming import check_same_weights
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.saving.sharded_checkpoints import is_sharded_checkpoint
@@ -144,7 +145,9 @@ def export_state(
             _write_adapter(shell, base, (settings, lora), weights, used, folder)
         else:
             if settings["lora_rank"]:
-                weights = _merged(base, (settings, lora), weights, trained)
+                plain = load_policy(base, dtype=trained)
+                check_base(checkpoint.get("policy", {}).get("origin", {}), plain, base)
+                weights = _merged(plain, (settings, lora), weights)
             write_model(shell, weights, used, folder)
         served = trained if adapter else used
         card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
@@ -199,11 +202,9 @@ def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor])
     return DTYPES[name] if name in DTYPES else main_dtype(weights.values())
 
 
-def _merged(
-    base: str, lora: _Lora, adapters: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _merged(base: nn.Module, lora: _Lora, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights and buffers of the base with the adapters added."""
-    policy = _with_lora(load_policy(base, dtype=dtype), lora, adapters)
+    policy = _with_lora(base, lora, adapters)
     policy.load_state_dict(adapters, strict=False)  # the base has its weights
     inner = base_model(policy)
     buffers = {name for name, _ in inner.named_buffers()}

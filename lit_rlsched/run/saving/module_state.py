@@ -7,9 +7,16 @@ from typing import Any
 from lightning import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from lit_rlsched.run.advice import restored_settings
-from lit_rlsched.run.saving.resuming import check_resumable, check_same_weights
+from lit_rlsched.run.saving.optimizer_groups import adopt, describe
+from lit_rlsched.run.saving.origin import check_same_origin
+from lit_rlsched.run.saving.resuming import (
+    check_resumable,
+    check_same_adapter,
+    check_same_weights,
+)
 from lit_rlsched.training.lora import ADAPTER, base_model
 from lit_rlsched.training.optimizers import is_fused, keep_step
 from lit_rlsched.training.precision import main_dtype
@@ -21,6 +28,10 @@ class PolicyCheckpoints(LightningModule):
 
     model: nn.Module | None
     _sharing: Sharing
+    _origin: dict[str, Any]
+    """What the policy was made from; see `origin`."""
+    _resumed: dict[str, Any] | None = None
+    """The checkpoint, until its optimizer state has been adopted."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove the base of adapters, and add facts that weights do not show."""
@@ -29,38 +40,65 @@ class PolicyCheckpoints(LightningModule):
         base = base_model(self.model).named_parameters()
         dtype = main_dtype(p for name, p in base if "lora_" not in name)
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
-        if self.hparams["lora_rank"]:
-            config: Any = self.model.peft_config[ADAPTER]  # type: ignore[index]
-            checkpoint["policy"]["adapter"] = json.loads(
-                json.dumps(config.to_dict(), default=sorted)
-            )
+        checkpoint["policy"] |= {"origin": self._origin, "adapter": self._adapter_config()}
+        if "optimizer_states" in checkpoint and self.trainer.optimizers:
+            checkpoint["policy"]["optimizer"] = describe(self.trainer.optimizers[0], self)
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
+    def _adapter_config(self) -> Any:
+        if not self.hparams["lora_rank"]:
+            return None
+        config: Any = self.model.peft_config[ADAPTER]  # type: ignore[union-attr, index]
+        return json.loads(json.dumps(config.to_dict(), default=sorted))
+
+    @property
+    def _fits(self) -> bool:
+        return self._trainer is not None and self.trainer.state.fn == "fit"
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check a checkpoint before it is loaded; see `check_checkpoint`."""
-        fits = self._trainer is not None and self.trainer.state.fn == "fit"
-        if fits and (text := restored_settings(self.hparams, checkpoint)) is not None:
-            rank_zero_warn(text)
         if "state_dict" in checkpoint:  # FSDP2 has loaded its part by now
             self.check_checkpoint(checkpoint)
-            if fits:
+            if self._fits:
                 fused = is_fused(self.hparams["optim"], self.trainer.strategy.root_device.type)
                 keep_step(checkpoint, fused)
+                self._resumed = checkpoint
         self._sharing.works = checkpoint.get("shared_prefix")
 
     def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Check the policy's weights and optimizer state in a checkpoint.
 
         Raises:
-            ValueError: If names or shapes of the weights differ, or if a fit is to resume from a
-                checkpoint that holds only weights.
+            ValueError: If names or shapes of the weights differ, the adapters' settings or their
+                base, or the reference model, or if a fit is to resume from a checkpoint that holds
+                only weights.
         """
-        if self._trainer is not None and self.trainer.state.fn == "fit":
+        if self._fits:
             check_resumable(checkpoint)
         keys = self._saved_keys()
         ours = {k: v for k, v in self.state_dict().items() if k in keys}
         check_same_weights(ours, checkpoint["state_dict"])
+        about = checkpoint.get("policy", {})
+        check_same_adapter(about.get("adapter"), self._adapter_config())
+        saved = about.get("origin", {})
+        if check_same_origin(saved, self._origin, self.hparams, self._fits):
+            self._origin = saved
+
+    def adopt_optimizer(
+        self, optimizer: Optimizer, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return a checkpoint's state of the optimizer, for the weights of this run."""
+        if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
+            rank_zero_warn(text)
+        return adopt(optimizer, state, checkpoint.get("policy", {}).get("optimizer", {}), self)
+
+    def on_fit_start(self) -> None:
+        """Adopt the checkpoint's optimizer state, which Lightning loads next."""
+        if self._resumed is not None:
+            checkpoint, self._resumed = self._resumed, None
+            states = checkpoint["optimizer_states"]
+            states[:1] = [self.adopt_optimizer(self.trainer.optimizers[0], states[0], checkpoint)]
 
     def _saved_keys(self) -> set[str]:
         if self.hparams["lora_rank"]:

@@ -3,11 +3,13 @@
 Each check raises a `CheckpointError` or `ValueError` that names both values and a fix.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lit_rlsched import __version__
 from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
@@ -25,6 +27,11 @@ SAME_ON_RESUME = (
 """Settings of the data module that decide what is drawn."""
 
 _FIX = "or start a new run in another folder."
+
+
+def written() -> dict[str, Any]:
+    """Return the format of a state, which version wrote it, and when."""
+    return {"format": FORMAT, "version": __version__, "saved_at": time.time()}
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
@@ -51,6 +58,18 @@ def check_same_weights(
             f"first is {different[0]}: {found.get(different[0])} in the checkpoint, "
             f"{shapes.get(different[0])} here. {fix}"
         )
+
+
+def check_same_adapter(saved: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> None:
+    """Refuse adapters that would be scaled otherwise; their shapes do not show it."""
+    scales = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    if saved and ours:
+        for name in (name for name in scales if saved.get(name) != ours.get(name)):
+            raise UsageError(
+                f"The adapters of the checkpoint have `{name}={saved.get(name)}`, those of this "
+                f"run `{name}={ours.get(name)}`. Resume with the `lora_*` settings of the "
+                f"checkpoint, {_FIX}"
+            )
 
 
 def check_has_state(ckpt_path: Any, datamodule: object) -> None:

@@ -103,20 +103,35 @@ def read_folder(path: Path, optimizers: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: a file is missing or damaged.
     """
-    checkpoint, tensors = inspect_folder(path), dict[str, Any]()
+    checkpoint = inspect_folder(path)
     names = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
-    keys = {"state_dict", *(names if optimizers else ())}
-    with plain_errors():
-        _load_state_dict(
-            tensors,
-            storage_reader=_Reader(path),
-            planner=_WholePlanner(keys=keys),  # type: ignore[no-untyped-call]
-            no_dist=True,
-        )
+    tensors = _load(path, {"state_dict", *(names if optimizers else ())})
     checkpoint["state_dict"] = tensors["state_dict"]
     if names and optimizers:
         checkpoint["optimizer_states"] = [numbered(tensors[name]) for name in names]
     return checkpoint
+
+
+def _load(path: Path, keys: set[str]) -> dict[str, Any]:
+    """Load what is below these keys."""
+    found: dict[str, Any] = {}
+    with plain_errors():
+        _load_state_dict(
+            found,
+            storage_reader=_Reader(path),
+            planner=_WholePlanner(keys=keys),  # type: ignore[no-untyped-call]
+            no_dist=True,
+        )
+    return found
+
+
+def load_groups(path: Path, name: str) -> dict[str, Any]:
+    """Load an optimizer's parameter groups, with the names of their weights, but no state.
+
+    Raises:
+        RuntimeError: a file is missing or damaged.
+    """
+    return {"state": {}, **_load(path, {f"{name}.param_groups"})[name]}
 
 
 def load_parts(path: Path, name: str, state: dict[str, Any]) -> dict[str, Any]:
