@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import forked
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_rlsched.callbacks import RolloutLogger
+from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
 from lit_rlsched.cli import folder as cli_folder
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import (
@@ -97,6 +100,10 @@ def test_the_folder_of_a_checkpoint():
     leave(folder)
     assert folder_with(folder / "checkpoints" / "x.ckpt") == folder.absolute()
     assert folder_with(Path("somewhere/x.ckpt")) is None
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/x.ckpt").touch()
+    Path("link.ckpt").symlink_to(folder / "checkpoints/x.ckpt")
+    assert folder_with(Path("link.ckpt")) == folder.resolve()
 
 
 # What the command line makes of it.
@@ -169,7 +176,7 @@ def test_last_is_the_newest_of_the_newest_run(capfd):
     contents = torch.load(weights)
     del contents["optimizer_states"]
     AtomicCheckpointIO().save_checkpoint(contents, weights)
-    elsewhere = save(Path("mine/d.ckpt"), seconds=4)
+    elsewhere = save(Path("mine/d.ckpt"), rounds=3, seconds=2)
     settings = config(ckpt_path="last")
     assert cli_folder.choose_folder(settings, "fit") == folder
     assert settings.ckpt_path == str(newest.resolve())
@@ -217,6 +224,40 @@ def test_a_job_that_slurm_puts_back_goes_on_where_it_was(monkeypatch):
         assert settings.ckpt_path == str(path.absolute())
 
 
+NUMBERS = st.integers(0, 5)
+
+
+@hypothesis.given(
+    st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=5, unique=True), st.data()
+)
+def test_the_newest_is_what_was_saved_last_whatever_the_times_of_files_say(runs, data):
+    """As after a copy; a run that is resumed from an early round goes through later ones again."""
+    with TemporaryDirectory() as folder:
+        paths = {}
+        for seconds, rounds, steps in runs:
+            path = Path(folder, f"{len(paths)}.ckpt")
+            state = {"settings": {}, "num_rounds": rounds, "saved_at": float(seconds)}
+            save(path, steps, RolloutDataModule=state)
+            paths[path] = seconds, rounds, steps
+        newest = max(paths, key=paths.get)
+        times = data.draw(st.permutations(range(len(paths))))
+        for path, time in zip(paths, times, strict=True):
+            os.utime(path, (1e9 + time, 1e9 + time))
+        assert newest_checkpoint(Path(folder)) == newest.resolve()
+
+
+def test_a_copied_run_is_pruned_from_its_oldest_round():
+    folder = Path("runs/mine/checkpoints")
+    names = [f"round_{n:05}-step_{n:06}.ckpt" for n in (99_999, 100_000, 1, 2)]
+    for seconds, name in enumerate(names):
+        save(folder / name, seconds=-seconds)
+    RoundCheckpoint(keep=2)._prune(folder / names[1])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names[:2])
+    save(folder / names[3])
+    RoundCheckpoint(keep=2)._prune(folder / names[3])  # it was resumed from an early round
+    assert sorted(path.name for path in folder.iterdir()) == sorted([names[1], names[3]])
+
+
 # Checkpoints that cannot be read.
 
 
@@ -235,6 +276,12 @@ def test_falls_back_to_the_newest_that_can_be_read_and_names_the_rounds_that_are
     Path("run/completions.jsonl").write_text('{"round": 9}\n{"round": 10}\n{"rou')
     with pytest.warns(UserWarning, match="Rounds 5 to 10 are lost"):
         newest_checkpoint(Path("run"))
+    older = save(Path("run/checkpoints/round_00003-step_000003.ckpt"), rounds=3, seconds=9)
+    older.write_bytes(older.read_bytes()[:500])
+    with pytest.warns(UserWarning) as warned:
+        assert newest_checkpoint(Path("run")) == good.resolve()
+    assert "round_00003" not in str(warned[0].message), "it is no loss"
+    older.unlink()
     good.unlink()
     with pytest.warns(UserWarning, match=r"starts from scratch instead\. Rounds 1 to 10 are lost"):
         assert newest_checkpoint(Path("run")) is None

@@ -1,5 +1,6 @@
 """Resumable checkpoints at the end of rounds and when a run is stopped."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,13 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         self._spent += self._last
 
     def _prune(self, newest: Path) -> None:
-        """Delete all but the newest `keep` checkpoints."""
-        files = sorted(newest.parent.glob("round_*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
-        others = [path for path in files if path != newest]
+        """Delete all but the newest `keep` checkpoints; first those of rounds to be drawn anew."""
+
+        def age(path: Path) -> tuple[bool, list[int]]:
+            numbers, last = ([*map(int, re.findall(r"\d+", p.name))] for p in (path, newest))
+            return numbers <= last, numbers
+
+        others = sorted(newest.parent.glob("round_*.ckpt"), key=age)[:-1]
         for path in others[: len(others) - (self.keep - 1)]:
             remove_checkpoint(path)
 

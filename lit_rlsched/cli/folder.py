@@ -19,7 +19,7 @@ from lit_rlsched.run.saving.run_folder import (
     LOCK,
     folder_with,
     holds_run,
-    job_of,
+    last_use,
     new_folder,
     newest_checkpoint,
     newest_folder,
@@ -227,8 +227,10 @@ def _folder_of_job(root: Path, given: str | None) -> Path | None:
     if not _is_put_back():
         return None
     folders = [Path(given)] if given is not None else root.glob("version_*")
-    ours = [folder for folder in folders if job_of(folder) == os.environ.get("SLURM_JOB_ID")]
-    return max(ours, key=lambda folder: (folder / LOCK).stat().st_mtime_ns, default=None)
+    uses = {folder: last_use(folder) for folder in folders}
+    job = os.environ.get("SLURM_JOB_ID")
+    ours = [folder for folder, use in uses.items() if job and use.get("slurm_job") == job]
+    return max(ours, key=lambda folder: str(uses[folder].get("since")), default=None)
 
 
 def _name(config: Namespace) -> str:

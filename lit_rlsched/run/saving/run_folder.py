@@ -1,6 +1,7 @@
 """Folder of a run: holds every file that the run writes, and is locked while the run lasts."""
 
 import json
+import math
 import os
 import re
 import socket
@@ -90,7 +91,8 @@ def _numbered(root: Path, kind: str) -> list[tuple[int, Path]]:
 
 def folder_with(checkpoint: Path) -> Path | None:
     """Return the folder of the run that saved a checkpoint."""
-    return next((p for p in checkpoint.absolute().parents if (p / LOCK).is_file()), None)
+    parents = (*checkpoint.absolute().parents, *checkpoint.resolve().parents)
+    return next((folder for folder in parents if (folder / LOCK).is_file()), None)
 
 
 def occupy(folder: Path) -> None:
@@ -138,13 +140,13 @@ def _user(text: str) -> str:
         return "another process"
 
 
-def job_of(folder: Path) -> str | None:
-    """Return the SLURM job that was the last one to use a folder."""
+def last_use(folder: Path) -> dict[str, Any]:
+    """Return what the process that was the last one to use a folder wrote; `{}` if none did."""
     try:
-        job: str | None = json.loads((folder / LOCK).read_text(encoding="utf-8"))["slurm_job"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return job
+        about = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def leave(folder: Path) -> None:
@@ -178,24 +180,49 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
         folders: Folders whose checkpoints count, with their subfolders.
         resumable: Whether a run must be able to resume from it. Otherwise its weights suffice.
     """
-    files = {path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}
+    order: dict[Path, tuple[float, ...]] = {}
     broken: dict[Path, CheckpointError] = {}
-    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted({path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}):
         try:
-            rounds = _completed_rounds(inspect_checkpoint(path))
+            checkpoint = inspect_checkpoint(path, verify=False)
         except CheckpointError as error:
             broken[path] = error
             continue
+        if not resumable or _completed_rounds(checkpoint) is not None:
+            order[path] = _age(checkpoint)
+    for path in sorted(order, key=lambda path: (order[path], path), reverse=True):
+        try:
+            inspect_checkpoint(path)
+        except CheckpointError as error:
+            broken[path] = error
+            continue
+        steps = order[path][-1]
+        newer = {path: error for path, error in broken.items() if not _steps(path) < steps}
         if not resumable:
-            _warn_of_broken(broken, f"`{path}` is used instead.")
-            return path
-        if rounds is not None:
-            lost = _lost_rounds(broken, folders, rounds)
-            _warn_of_broken(broken, f"The run resumes from `{path}` instead. {lost}")
-            return path
+            _warn_of_broken(newer, f"`{path}` is used instead.")
+        else:
+            lost = _lost_rounds(newer, folders, int(order[path][1]))
+            _warn_of_broken(newer, f"The run resumes from `{path}` instead. {lost}")
+        return path
     lost = _lost_rounds(broken, folders, 0)
     _warn_of_broken(broken, f"The run starts from scratch instead. {lost}" if resumable else "")
     return None
+
+
+def _age(checkpoint: dict[str, Any]) -> tuple[float, int, int]:
+    """Return what orders checkpoints: when it was saved, its rounds and its steps.
+
+    The times of files change when they are copied. A run that is resumed from an earlier round goes
+    through later ones again, so the number of rounds alone does not say which is the newest.
+    """
+    run = _run_state(checkpoint)
+    return run.get("saved_at", 0.0), run.get("num_rounds", 0), checkpoint["global_step"]
+
+
+def _steps(path: Path) -> float:
+    """Return the optimizer steps in the name of a checkpoint; infinite if it has none."""
+    match = re.search(r"step[=_](\d+)", path.name)
+    return int(match[1]) if match else math.inf
 
 
 def _warn_of_broken(broken: dict[Path, CheckpointError], instead: str) -> None:
@@ -214,14 +241,15 @@ def _lost_rounds(
     return f"{which} are lost and will be drawn again."
 
 
+def _run_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the data module; empty if there is none."""
+    states = (state for state in checkpoint.values() if isinstance(state, dict))
+    return next((state for state in states if {"settings", "num_rounds"} <= state.keys()), {})
+
+
 def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
     """Return how many rounds are over in a checkpoint; None if a run cannot resume from it."""
-    if "optimizer_states" not in checkpoint:
-        return None
-    for state in checkpoint.values():
-        if isinstance(state, dict) and {"settings", "num_rounds"} <= state.keys():
-            return int(state["num_rounds"])
-    return None
+    return _run_state(checkpoint).get("num_rounds") if "optimizer_states" in checkpoint else None
 
 
 def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
