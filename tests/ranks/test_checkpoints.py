@@ -79,3 +79,27 @@ def test_a_folder_of_parts_is_gone_on_with_by_any_number_of_ranks(run, exact_mod
     if not lora:  # GPT-2's head is its embedding
         flat = torch.cat([weight.detach().flatten() for weight in models[0].values()])
         assert float((flat - four["weights"]).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.1), (0.1, 0.0)])
+def test_another_weight_decay_holds_with_shards_too(run, exact_model, tmp_path, before, after):
+    """The checkpoint has another number of groups than the run; its own decay goes on."""
+    file, folder = str(tmp_path / "saved.ckpt"), str(tmp_path / "parts")
+    settings = {"precision": "64-true", "module": {"weight_decay": before}}
+    parts = {**settings, "strategy": "folders", "ranks": 2}
+    whole, saved, sharded = run(
+        {**settings, **ALONE, "rounds": 3},
+        {**settings, **ALONE, "rounds": 1, "save": file},
+        {**parts, "rounds": 1, "callbacks": {"RoundCheckpoint": {"dirpath": folder}}},
+        model=exact_model,
+    )
+    assert ended(saved) and ended(sharded)
+    settings["module"] = {"weight_decay": after}
+    resumed = run(
+        {**settings, **FSDP2, "rounds": 3, "ckpt_path": file},
+        {**settings, **FSDP2, "rounds": 3, "ckpt_path": f"newest of {folder}"},
+        model=exact_model,
+    )
+    for result in resumed:
+        assert any("`weight_decay=" in text for text in ended(result)["said"])
+        assert float((result["weights"] - whole["weights"]).abs().max()) <= 1e-12
