@@ -1,7 +1,7 @@
 """A script of TRL runs here with other imports, with the same batches and the same settings."""
 
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from datasets import DatasetDict
 from golden_trl import Dataset
 from peft import LoraConfig
 from tool_families import small_model, tokenizer_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl_worlds import Words
 
 from lit_rlsched import trl as ours
@@ -49,11 +49,59 @@ def test_a_rollout_and_a_step_have_as_many_completions_as_in_trl(given, tmp_path
     assert settings.num_iterations == theirs.num_iterations and trainer.trainer.max_steps == 3
 
 
+def defaults(config):
+    return {
+        f.name: f.default if f.default_factory is MISSING else f.default_factory()
+        for f in fields(config)
+    }
+
+
 @pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
-def test_settings_that_are_not_given_are_those_of_trl(name):
-    theirs = {f.name: f.default for f in fields(getattr(trl, name))}
-    defaults = getattr(ours, name)._defaults
-    assert defaults == {name: theirs[name] for name in defaults}
+def test_every_setting_of_trl_is_a_field_whose_default_changes_nothing(name, recwarn):
+    config, theirs = getattr(ours, name), defaults(getattr(trl, name))
+    assert defaults(config) == theirs
+    assert vars(config()) == vars(config(**theirs)) == {**theirs, "output_dir": "trainer_output"}
+    assert not [one for one in recwarn if "without effect" in str(one.message)]
+    derived = vars(getattr(trl, name)(use_cpu=True, bf16=False))
+    for setting in theirs:
+        setattr(config(), setting, derived[setting])
+
+
+@pytest.mark.parametrize("kind", [trl.TrlParser, HfArgumentParser])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_parsers_of_scripts_know_the_settings(kind, config, tmp_path):
+    """As TRL's own config, which the same command line and file give the same values."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "learning_rate: 1e-5\nreward_weights: [1.0, 0.5]\nlr_scheduler_type: cosine\n"
+        "chat_template_kwargs: {enable_thinking: false}\nnum_generations: 4\n"
+        "model_name_or_path: org/model\ndataset_name: org/rows\n"
+    )
+    line = (
+        f"--output_dir {tmp_path} --max_steps 7 --warmup-steps 0.1 --use_cpu --bf16 false "
+        "--no_gradient_checkpointing --min_p 0.1 --seed 3 --report_to none --eval_strategy steps"
+    ).split()
+    if kind is trl.TrlParser:
+        line += ["--config", str(file)]
+    else:
+        line += ["--learning_rate", "1e-5", "--reward_weights", "1.0", "0.5"]
+        line += ["--lr_scheduler_type", "cosine", "--num_generations", "4"]
+        line += ["--chat_template_kwargs", '{"enable_thinking": false}']
+    parsed = []
+    for one in (config, getattr(trl, config.__name__)):
+        parser = kind((trl.ScriptArguments, one, trl.ModelConfig))
+        parse = getattr(parser, "parse_args_and_config", parser.parse_args_into_dataclasses)
+        _, args, _ = parse([*line])
+        parsed.append(args)
+    mine, theirs = parsed
+    asked = ("output_dir", "learning_rate", "reward_weights", "lr_scheduler_type", "max_steps")
+    asked += ("chat_template_kwargs", "num_generations", "warmup_steps", "use_cpu", "bf16")
+    asked += ("gradient_checkpointing", "min_p", "seed", "eval_strategy", "eval_steps")
+    for name in asked[:-1]:
+        assert getattr(mine, name) == getattr(theirs, name), name
+    assert mine.chat_template_kwargs == {"enable_thinking": False} and mine.warmup_steps == 0.1
+    with pytest.raises(UsageError, match=r"adam_epsilon=0.1\).*override `configure_optimizers`"):
+        kind((config,)).parse_args_into_dataclasses(["--adam_epsilon", "0.1"])
 
 
 @pytest.mark.parametrize(("config", "trainer"), [*zip(CONFIGS, TRAINERS, strict=True)])
@@ -120,7 +168,7 @@ def test_every_setting_of_trl_is_used_or_answered():
         except UsageError as error:
             assert f"TRL's `{name}`" in str(error)
     known = {name for rows in trl_names().values() for row in rows for name in row[0].split(", ")}
-    assert {*ours._WITHOUT_EFFECT, *ours._MUST_BE, *ours.GRPOConfig._defaults} <= known
+    assert {f.name for config in CONFIGS for f in fields(config)} <= known
     with pytest.raises(UsageError, match="Did you mean `learning_rate`"):
         ours.GRPOConfig(learning_rat=1)
     args = ours.GRPOConfig(optim="adamw_torch", push_to_hub=False, model_init_kwargs=None)

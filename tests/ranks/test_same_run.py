@@ -168,7 +168,6 @@ def test_half_precision(run, precision):
 
 
 REFUSED = {
-    "bnpo": ({"module": {"loss_type": "bnpo"}}, DDP, "loss_type='bnpo'"),
     "shared prefix": ({"module": {"shared_prefix": True}}, FSDP2, "shared_prefix=True"),
     "drafts": (
         {"callbacks": {"TailBatching": {"reuse_drafts": True}}},
