@@ -86,7 +86,7 @@ class _RolloutTrainer:
         if isinstance(eval_dataset, Mapping):
             self._refuse("eval_dataset", " Give one split.")
         self._check_callbacks(callbacks or ())
-        self.folder = Path(args.output_dir)
+        self.folder = Path(str(args.output_dir))
         self._world = args.world_size
         prompts, steps = self._batches()
         if train_dataset is None:
@@ -168,14 +168,14 @@ class _RolloutTrainer:
 
     @property
     def _group(self) -> int:
-        return int(self.args.num_generations)
+        return int(self.args.num_generations or 0)
 
     def module_settings(self, steps: int) -> dict[str, Any]:
         """Settings that both modules have, in a run of this number of optimizer steps."""
         args = self.args
-        schedule: dict[str, Any] = {"warmup_steps": math.ceil(_steps(args.warmup_steps, steps))}
-        if args.warmup_steps >= 1:
-            schedule = {"warmup_steps": int(args.warmup_steps)}
+        share = args.warmup_steps < 1
+        warmup = math.ceil(args.warmup_steps * steps) if share else int(args.warmup_steps)
+        schedule: dict[str, Any] = {"warmup_steps": warmup}
         if args.lr_scheduler_type == "constant":
             schedule = {"warmup_steps": 0}
         elif args.lr_scheduler_type == "constant_with_warmup":
@@ -333,7 +333,8 @@ class _RolloutTrainer:
     @property
     def processing_class(self) -> Any:
         """The tokenizer."""
-        return load_tokenizer(self.datamodule.run.settings.tokenizer or self.module.hparams.model)
+        name = self.datamodule.run.settings.tokenizer or self.module.hparams["model"]
+        return load_tokenizer(name)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the first process of all."""

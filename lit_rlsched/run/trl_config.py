@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
-from functools import cache
 from typing import Any, NoReturn
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -14,7 +13,10 @@ from lit_rlsched.settings import UsageError, counterpart, did_you_mean
 
 _OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
 """Values that switch a setting off."""
-_ALSO: Mapping[str, tuple[Any, ...]] = {"optim": ("adamw_torch",), "disable_dropout": (True,)}
+_ALSO: Mapping[str, tuple[Any, ...]] = {
+    **{"optim": ("adamw_torch",), "disable_dropout": (True,)},
+    "include_num_input_tokens_seen": (False,),
+}
 """What a script may give of settings that are as they are here, besides TRL's default."""
 _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "accelerator_config": {"even_batches": ("True",), "use_seedable_sampler": ("True",)},
@@ -87,13 +89,17 @@ class _Settings:
             vars(self)[one.name] = _default(one)
         for name, value in {"output_dir": output_dir, **settings}.items():
             setattr(self, name, value)
-        self.output_dir = self.output_dir or "trainer_output"
+
+    def __post_init__(self) -> None:
+        """Do nothing; a script's own class may call it."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"`{type(self).__name__}` of `lit_rlsched.trl` has no `{name}`")
 
     def __setattr__(self, name: str, value: Any) -> None:
         value = value.value if isinstance(value, Enum) else value
+        if name == "output_dir" and value is None:
+            value = "trainer_output"
         if name in _fields(type(self)) and isinstance(value, str) and value.startswith("{"):
             value = self._parsed(name, value)
         if not self._is_accepted(name, value):
@@ -339,7 +345,6 @@ class RLOOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByRLOO):
     normalize_advantages: bool = False
 
 
-@cache
 def _fields(cls: type) -> dict[str, Field[Any]]:
     return {one.name: one for one in fields(cls)}
 
@@ -348,10 +353,9 @@ def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-@cache
 def _refused(cls: type) -> set[str]:
-    bases = (base for base in cls.__mro__ if issubclass(base, _Refused) and base is not cls)
-    return {name for base in bases for name in _fields(base)}
+    bases = (base for base in cls.__mro__ if issubclass(base, _Refused))
+    return {n for base in bases if not issubclass(base, _Settings) for n in _fields(base)}
 
 
 def _odd_entries(name: str, value: Any) -> dict[str, Any]:

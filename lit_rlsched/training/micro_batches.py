@@ -164,7 +164,7 @@ class StepTotals:
     off_policy: bool = False
     version: int | None = None
     """Train only on tokens drawn by this policy version; `None`: by any."""
-    own_tokens: int | None = None
+    own_tokens: float | None = None
     """Tokens of the step, if `tokens` is an average over several."""
 
     def trained(self, completion: Completion) -> int:

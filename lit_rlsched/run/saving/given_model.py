@@ -136,11 +136,14 @@ def _check_trained(given: Any, gets_adapter: bool) -> None:
             raise _refused(f"`{name}` is on the device `meta` and has no values")
         if weight._backward_hooks:
             raise _refused(f"`{name}` has a hook that changes its gradient")
-        trained = active is None or ("lora_" in name and f".{active}." in name)
+        trained = active is None or _is_of(name, active)
         if weight.requires_grad == trained or gets_adapter:
             continue
         if active is None:
-            why = f"`{name}` is frozen; all weights are trained, or adapters"
+            why = (
+                f"`{name}` is frozen; all weights are trained, or adapters: call "
+                "`requires_grad_(True)` of the model, or give `peft_config`"
+            )
         elif trained:
             why = f"`{name}` is frozen: load the adapter with `is_trainable=True`"
         else:
@@ -199,9 +202,9 @@ def _saved_adapter(given: Any, folder: Path) -> str:
 def _difference(given: Any, at: str, active: str, gets_adapter: bool = False) -> str | None:
     """Say how the policy that a folder loads differs from the given model."""
     theirs = {
-        name.replace(f".{active}.", f".{ADAPTER}."): weight
+        f"{name}.".replace(f".{active}.", f".{ADAPTER}.")[:-1]: weight
         for name, weight in given.named_parameters()
-        if "lora_" not in name or f".{active}." in name
+        if "lora_" not in name or _is_of(name, active)
     }
     double = any(weight.dtype == torch.float64 for weight in theirs.values())
     loaded = load_policy(at, dtype=torch.float64 if double else torch.float32)
@@ -224,8 +227,12 @@ def _difference(given: Any, at: str, active: str, gets_adapter: bool = False) ->
     if others := [n for n, value in _read_settings(given).items() if value != read[n]]:
         return f"`{others[0]}` is another"
     ids = torch.arange(1, 17).unsqueeze(0) * 7919 % num_embeddings(given)
-    want, got = (_logits(model, ids) for model in (given, loaded))
-    most = _TOLERANCE.get(next(iter(theirs.values())).dtype, 0.05) * float(want.abs().max())
+    dtypes = {weight.dtype for weight in theirs.values()}
+    try:
+        want, got = (_logits(model, ids, mixed=len(dtypes) > 1) for model in (given, loaded))
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"its forward pass fails ({error})"
+    most = max(_TOLERANCE.get(dtype, 0.05) for dtype in dtypes) * float(want.abs().max())
     if not (off := float((want - got).abs().max())) <= most:
         return f"its logits differ by {off:.2g}"
     return None
@@ -240,6 +247,11 @@ def _equal(theirs: Tensor, ours: Tensor, tolerance: float = 0.0) -> bool:
     return torch.allclose(theirs, ours, rtol=tolerance, atol=1e-6)
 
 
+def _is_of(name: str, adapter: str) -> bool:
+    """Whether this is a weight of an adapter."""
+    return "lora_" in name and f".{adapter}." in f"{name}."
+
+
 def _scales(policy: nn.Module, adapter: str) -> list[float]:
     scales = (getattr(layer, "scaling", None) for layer in policy.modules())
     return [one[adapter] for one in scales if isinstance(one, dict) and adapter in one]
@@ -252,6 +264,6 @@ def _read_settings(policy: nn.Module) -> dict[str, Any]:
     return {**special, "max_position_embeddings": context_length(policy)}
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    with evaluating(model):
+def _logits(model: Any, ids: Tensor, mixed: bool) -> Tensor:
+    with evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
         return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
