@@ -18,6 +18,10 @@ def with_their_names(metrics: Mapping[str, float]) -> dict[str, float]:
     return {**metrics, **theirs}
 
 
+_ITS_NAME = {"eval_reward", "train_runtime"}
+"""Is in the entry of a validation and of the whole training, which have nothing else."""
+
+
 class History(Callback, Logger):
     """Collects what is logged as `TrainerState.log_history`; a checkpoint holds it."""
 
@@ -49,22 +53,22 @@ class History(Callback, Logger):
         """Keep nothing: the settings are the script's."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the entry of this optimizer step; validations have their own."""
-        figures = {name: float(value) for name, value in metrics.items() if name != "epoch"}
-        held_out = {name: v for name, v in figures.items() if name.startswith("val/")}
-        trained = {name: v for name, v in figures.items() if name not in held_out}
-        for found in (trained, with_their_names(held_out)):
-            if found:
-                self._add(found)
+        """Add metrics to the entry of an optimizer step; a validation has its own.
 
-    def _add(self, figures: Mapping[str, float]) -> None:
-        now = {"epoch": self.epoch, "step": self._step}
-        is_val = any(name.startswith("eval_") for name in figures)
+        A step is counted from 1, as in TRL; Lightning gives the number of those before it.
+        """
+        figures = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        if any(name.startswith("val/") for name in figures):
+            self._add(with_their_names(figures), self._step)
+        elif figures:
+            self._add(figures, (step or 0) + 1)
+
+    def _add(self, figures: Mapping[str, float], step: int) -> None:
+        kind = _ITS_NAME.intersection(figures)
         last = self.entries[-1] if self.entries else {}
-        same_kind = any(name.startswith("eval_") for name in last) == is_val
-        if last.get("step") != now["step"] or not same_kind or "train_loss" in last:
+        if last.get("step") != step or _ITS_NAME.intersection(last) != kind:
             self.entries.append({})
-        self.entries[-1] |= {**figures, **now}
+        self.entries[-1] |= {**figures, "epoch": self._epoch(step), "step": step}
 
     @property
     def _step(self) -> int:
@@ -73,7 +77,10 @@ class History(Callback, Logger):
     @property
     def epoch(self) -> float:
         """Passes over the prompts."""
-        return self._step / self.steps_per_pass if self.steps_per_pass else 0.0
+        return self._epoch(self._step)
+
+    def _epoch(self, step: int) -> float:
+        return step / self.steps_per_pass if self.steps_per_pass else 0.0
 
     def on_fit_start(self, trainer: Trainer, *args: Any) -> None:
         """Start the clock."""
@@ -110,7 +117,7 @@ class History(Callback, Logger):
             "train_loss": loss,
             "epoch": self.epoch,
         }
-        self._add(metrics)
+        self._add(metrics, self._step)
         return TrainOutput(self._step, loss, metrics)
 
     def state(self, **settings: Any) -> TrainerState:
