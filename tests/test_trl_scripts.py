@@ -395,6 +395,63 @@ def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path):
     assert trainer.state.epoch == 2.0 and trainer.state.global_step == rows // prompts * 2
 
 
+THINKS_NOT = {"chat_template_kwargs": {"enable_thinking": False}}
+EXAMPLES = {
+    "grpo_2048": (
+        {**THINKS_NOT, "log_completions": True, "num_completions_to_print": 2, "logging_steps": 1}
+        | {"report_to": "trackio", "trackio_space_id": None, "max_completion_length": 2048}
+        | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        r"report_to='trackio'\).*Use `none`, `wandb`",
+    ),
+    "grpo_2048, as it is": ({"trackio_space_id": "trl-2048"}, "None is Trackio's"),
+    "grpo_continuous_batching": (
+        {"use_transformers_continuous_batching": True},
+        "`TransformersEngine` batches continuously by itself",
+    ),
+    "openenv/browsergym_llm": (
+        {**THINKS_NOT, "use_vllm": True, "vllm_mode": "colocate", "vllm_server_base_url": None}
+        | {"vllm_gpu_memory_utilization": 0.4, "num_train_epochs": 1, "learning_rate": 5e-6}
+        | {"weight_decay": 0.0, "gradient_accumulation_steps": 1, "warmup_steps": 10}
+        | {"per_device_train_batch_size": 4, "num_generations": 4, "generation_batch_size": 4}
+        | {"save_strategy": "steps", "save_steps": 10, "save_total_limit": None}
+        | {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "logging_steps": 1, "report_to": "none"},
+        None,
+    ),
+    "openenv/browsergym_llm, a server": (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:8000"},
+        "There is no vLLM server|there is no vLLM server",
+    ),
+    "openenv/carla": (
+        {**THINKS_NOT, "per_device_train_batch_size": 2, "steps_per_generation": 1, "max_steps": 50}
+        | {"num_generations": 2, "gradient_accumulation_steps": 16, "push_to_hub": False}
+        | {"hub_model_id": None, "run_name": None},
+        "0.0625 optimizer steps",  # a rollout in the middle of a step
+    ),
+    "openenv/carla, pushed": ({"push_to_hub": True, "hub_model_id": "me/mine"}, "export --push_to"),
+    "rloo": (
+        {"learning_rate": 1e-5, "log_completions": True, "gradient_accumulation_steps": 2}
+        | {"steps_per_generation": 8, "use_vllm": True, "vllm_mode": "colocate"}
+        | {"vllm_gpu_memory_utilization": 0.5, "run_name": "Qwen3-0.6B-RLOO-NuminaMath-TIR"},
+        None,
+    ),
+    "rloo, as it is": ({"model_init_kwargs": {"dtype": torch.bfloat16}}, "`bf16` and `fp16`"),
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_settings_of_trls_examples_are_used_or_answered_before_the_training(example, tmp_path):
+    given, said = EXAMPLES[example]
+    config, trainer = CONFIGS["rloo" in example], TRAINERS["rloo" in example]
+    make = lambda: trainer(  # noqa: E731
+        COUNTDOWN, length, config(str(tmp_path), use_cpu=True, **given), [{"prompt": "1"}] * 99
+    )
+    if said is None:
+        make()
+        return
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_the_script_of_the_command_trl_runs_with_our_trainer(kind, tmp_path, monkeypatch, capsys):
     """The whole of `trl grpo` and `trl rloo`, from the YAML file to the saved model."""

@@ -66,7 +66,8 @@ VARIANTS = {
         "rounds": 3,
     },
     "fewer micro-batches than ranks": {
-        "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2}
+        "module": {"loss_type": "bnpo"},
+        "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2},
     },
 }
 
