@@ -4,13 +4,16 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NoReturn
 
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from transformers import trainer_pt_utils
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.messages import NO_PROMPT
@@ -21,94 +24,31 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule, PolicyModule, RLOOModule
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.run.saving.export import export
+from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.settings import UsageError, counterpart, did_you_mean
+from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig
+from lit_rlsched.run.trl_state import Accelerator, History, with_their_names
+from lit_rlsched.settings import UsageError, counterpart
 from lit_rlsched.training.lora import settings_of
+from lit_rlsched.training.policy import load_tokenizer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
-Settings = Mapping[str, Any]
-"""TRL's settings, with TRL's defaults."""
-
-_OF_MODULE: Settings = {
-    **{"learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0},
-    **{"weight_decay": 0.0, "max_grad_norm": 1.0, "gradient_checkpointing": True},
-    **{"beta": 0.0, "epsilon": 0.2, "epsilon_high": None},
-}
-_OF_GRPO: Settings = {"loss_type": "dapo", "delta": None, "scale_rewards": "group"}
-_OF_DATA: Settings = {
-    **{"num_generations": 8, "num_iterations": 1, "max_completion_length": 512},
-    **{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "reward_weights": None},
-    **{"mask_truncated_completions": False, "chat_template_kwargs": None},
-    **{"shuffle_dataset": True, "seed": 42},
-}
-_OF_VLLM: Settings = {
-    "vllm_gpu_memory_utilization": 0.3,
-    "vllm_tensor_parallel_size": 1,
-    "vllm_enable_sleep_mode": False,
-}
+_OF_MODULE = (
+    *("learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm"),
+    *("gradient_checkpointing", "beta", "epsilon", "epsilon_high"),
+)
+_OF_GRPO = ("loss_type", "delta", "scale_rewards")
+_OF_DATA = (
+    *("num_generations", "num_iterations", "max_completion_length", "temperature", "top_p"),
+    *("top_k", "reward_weights", "mask_truncated_completions", "chat_template_kwargs"),
+    *("shuffle_dataset", "seed"),
+)
+_OF_VLLM = (
+    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"),
+)
 _RENAMED = {"max_grad_norm": "gradient_clip_val", "shuffle_dataset": "shuffle"}
 """Those that have another name here; names of vLLM's settings have no `vllm_`."""
-_OTHERS: Settings = {
-    "output_dir": None,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "generation_batch_size": None,
-    "steps_per_generation": None,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
-    "min_p": None,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "num_generations_eval": None,
-    "bf16": None,
-    "fp16": False,
-    "use_cpu": False,
-    "use_vllm": False,
-    "vllm_mode": "colocate",
-    "full_determinism": False,
-    "logging_steps": 10,
-    "log_completions": False,
-    "report_to": "none",
-    "run_name": None,
-    "project": "huggingface",
-    "disable_tqdm": None,
-    "save_strategy": "steps",
-    "save_total_limit": None,
-    "eval_strategy": "no",
-    "eval_steps": None,
-    "eval_on_start": False,
-}
-"""TRL's defaults of settings that are understood in their own way."""
-_CORRECTION: Settings = {
-    "importance_sampling_level": "token",
-    "max_tool_calling_iterations": None,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-}
-"""The same of settings that RLOO has not."""
-_WITHOUT_EFFECT = {
-    *("per_device_eval_batch_size", "eval_accumulation_steps", "save_steps", "log_level", "tf32"),
-    *("remove_unused_columns", "gradient_checkpointing_kwargs", "use_liger_kernel"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-    *("dataloader_prefetch_factor", "torch_compile", "torch_compile_backend"),
-    *("torch_compile_mode", "torch_empty_cache_steps", "log_unique_prompts", "ddp_timeout"),
-    *("pad_to_multiple_of", "num_completions_to_print", "vllm_max_model_length"),
-    *("logging_strategy", "logging_first_step", "ddp_find_unused_parameters"),
-}
-"""Settings that do not change what is trained: a warning names them."""
-_MUST_BE = {
-    "use_bias_correction_kl": (True,),
-    "disable_dropout": (True, False),
-    "repetition_penalty": (1.0,),
-    "optim": ("adamw_torch", "adamw_torch_fused"),
-}
-"""Settings that are as they are here: the values that a script may give."""
-_OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
-"""What any other setting of TRL may be."""
-
-
 _MORE = (
     *("micro_batch_tokens", "reward_timeout", "reward_workers", "reward_memory_limit"),
     *("reward_env_vars", "environment_workers", "tool_timeout", "max_sessions", "tool_steps"),
@@ -116,62 +56,10 @@ _MORE = (
 """Arguments of `RolloutDataModule` that TRL has not."""
 
 
-class _Config:
-    """Settings by TRL's names, as attributes."""
-
-    _defaults: ClassVar[Settings]
-
-    def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
-        vars(self).update(self._defaults)
-        for name, value in {"output_dir": output_dir, **settings}.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"`{type(self).__name__}` has no `{name}`")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WITHOUT_EFFECT and value not in _OFF:
-            rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
-        why = counterpart(name, lambda ours: f"`{ours}`")
-        allowed = _MUST_BE.get(name, _OFF if why else ())
-        if name not in {*self._defaults, *_WITHOUT_EFFECT} and value not in allowed:
-            raise UsageError(
-                f"`{type(self).__name__}({name}={value!r})` cannot be used here."
-                f"{why or did_you_mean(name, self._defaults)}"
-            )
-        vars(self)[name] = value
-
-
-class GRPOConfig(_Config):
-    """Settings of `GRPOTrainer` by TRL's names, with TRL's defaults.
-
-    A setting that would change what is trained and has no counterpart is refused with the reason;
-    one that changes nothing here is named in a warning. `docs/tutorials/from_trl.md` has all.
-
-    Args:
-        output_dir: Folder of the run; by default `trainer_output`.
-        **settings: Settings of TRL 1.16's `GRPOConfig`.
-
-    Raises:
-        UsageError: a setting cannot be used here.
-    """
-
-    _defaults = {**_OTHERS, **_CORRECTION, **_OF_MODULE, **_OF_GRPO, **_OF_DATA, **_OF_VLLM}
-
-
-class RLOOConfig(_Config):
-    """Settings of `RLOOTrainer` by TRL's names, with TRL's defaults; see `GRPOConfig`."""
-
-    _defaults = {
-        **{**_OTHERS, **_OF_MODULE, **_OF_DATA, **_OF_VLLM},
-        **{"normalize_advantages": False, "num_generations": 2, "beta": 0.05},
-    }
-
-
 class _RolloutTrainer:
     """Makes a module, its data and a Lightning Trainer of what TRL's trainers are given."""
 
-    _config: ClassVar[type[_Config]]
+    _config: ClassVar[type[GRPOConfig | RLOOConfig]]
     _module: ClassVar[type[PolicyModule]]
 
     def __init__(
@@ -197,11 +85,9 @@ class _RolloutTrainer:
             self._refuse(name, counterpart(name, lambda ours: f"`{ours}`"))
         if isinstance(eval_dataset, Mapping):
             self._refuse("eval_dataset", " Give one split.")
-        for callback in callbacks or ():
-            if not isinstance(callback, Callback):
-                self._refuse("callbacks", f" `{type(callback).__name__}` is not Lightning's.")
-        self.folder = Path(args.output_dir or "trainer_output")
-        self._world = int(os.environ.get("WORLD_SIZE", 1))
+        self._check_callbacks(callbacks or ())
+        self.folder = Path(str(args.output_dir))
+        self._world = args.world_size
         prompts, steps = self._batches()
         if train_dataset is None:
             if args.max_steps <= 0 or environment_factory is None:
@@ -209,17 +95,17 @@ class _RolloutTrainer:
                 self._refuse("train_dataset=None", why)
             train_dataset = [{"prompt": NO_PROMPT}] * prompts  # as TRL
         if processing_class is None and not isinstance(model, str | os.PathLike):
-            processing_class = model.name_or_path or None
+            processing_class = getattr(model, "name_or_path", None) or None
         seed_everything(args.seed, verbose=False)
-        module = self._module(
-            self._saved(model, "model"), **self.module_settings(), **settings_of(peft_config)
-        )
-        self.module = module
+        several = self._world > 1
+        if not (processing_class is None or isinstance(processing_class, str | os.PathLike)):
+            at = self.folder / "initial_tokenizer"
+            processing_class = tokenizer_folder(processing_class, at, several=several)
         self.datamodule = RolloutDataModule(
             train_dataset,
             reward_funcs,
             val_data=eval_dataset,
-            tokenizer=processing_class and self._saved(processing_class, "tokenizer"),
+            tokenizer=processing_class and str(processing_class),
             tools=tools,
             environment_factory=environment_factory,
             max_tool_calling_iterations=vars(args).get("max_tool_calling_iterations"),
@@ -231,15 +117,29 @@ class _RolloutTrainer:
             **_ours(args, _OF_DATA),
             **more,
         )
-        has_objects = self.datamodule.run.settings.has_objects
-        self.trainer = Trainer(
-            **self._length(train_dataset, prompts, steps * args.num_iterations, has_objects),
-            **self._hardware(),
-            **self._outputs(callbacks or []),
-        )
+        run = self.datamodule.run
+        run.settings = replace(run.settings, whole_rounds=True)
+        lora = settings_of(peft_config)
+        length = self._length(train_dataset, prompts, steps * args.num_iterations)
+        if not isinstance(model, str | os.PathLike):
+            at = self.folder / "initial_model"
+            model = model_folder(model, at, several=several, gets_adapter=bool(lora))
+        self.module = self._module(str(model), **self.module_settings(length["max_steps"]), **lora)
+        self._history = History()
+        self.trainer = Trainer(**length, **self._hardware(), **self._outputs(callbacks or []))
+        self._history.trainer = self.trainer
+        self.accelerator = Accelerator(self.trainer)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def _refuse(self, what: str, why: str) -> NoReturn:
         raise UsageError(f"`{type(self).__name__}({what})` cannot be used here.{why}")
+
+    def _check_callbacks(self, callbacks: Sequence[Any]) -> None:
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                why = f" `{type(callback).__name__}` is not Lightning's: use one that is."
+                self._refuse("callbacks", why)
 
     def _batches(self) -> tuple[int, int]:
         """Return prompts and optimizer steps of a round, by TRL's numbers of completions."""
@@ -268,32 +168,18 @@ class _RolloutTrainer:
 
     @property
     def _group(self) -> int:
-        return int(self.args.num_generations)
+        return int(self.args.num_generations or 0)
 
-    def _saved(self, given: Any, name: str) -> str:
-        """Return the folder or name of a model or tokenizer; an object is saved."""
-        if isinstance(given, str | os.PathLike):
-            return str(given)
-        if name == "model" and not hasattr(given, "peft_config"):
-            frozen = [n for n, weight in given.named_parameters() if not weight.requires_grad]
-            if frozen:
-                why = f" `{frozen[0]}` is frozen; all weights are trained, or adapters."
-                self._refuse("model", why)
-        if self._world > 1:
-            why = " Save it with `save_pretrained` before the run, and give the folder."
-            self._refuse("model or processing_class", why)
-        folder = self.folder / f"initial_{name}"
-        given.save_pretrained(folder)
-        return str(folder)
-
-    def module_settings(self) -> dict[str, Any]:
-        """Settings that both modules have."""
+    def module_settings(self, steps: int) -> dict[str, Any]:
+        """Settings that both modules have, in a run of this number of optimizer steps."""
         args = self.args
-        schedule: dict[str, Any] = {}
+        share = args.warmup_steps < 1
+        warmup = math.ceil(args.warmup_steps * steps) if share else int(args.warmup_steps)
+        schedule: dict[str, Any] = {"warmup_steps": warmup}
         if args.lr_scheduler_type == "constant":
             schedule = {"warmup_steps": 0}
         elif args.lr_scheduler_type == "constant_with_warmup":
-            schedule = {"lr_scheduler_type": "constant"}
+            schedule["lr_scheduler_type"] = "constant"
         return {
             **{**_ours(args, _OF_MODULE), **schedule},
             "betas": (args.adam_beta1, args.adam_beta2),
@@ -307,13 +193,14 @@ class _RolloutTrainer:
             self._refuse("vllm_mode='server'", counterpart("vllm_server_host", str))
         return VLLMEngine(**_ours(self.args, _OF_VLLM))
 
-    def _length(self, rows: Any, prompts: int, steps: int, has_objects: bool) -> dict[str, Any]:
+    def _length(self, rows: Any, prompts: int, steps: int) -> dict[str, Any]:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
         args, rounds = self.args, 1
         if args.max_steps <= 0 or args.eval_strategy == "epoch":
             if is_stream(rows):
                 self._refuse("train_dataset", " It is a stream: give `max_steps` and `eval_steps`.")
-            rounds = max(1, len(load_rows(rows, has_objects)) // prompts)
+            made = self.datamodule.run.settings.has_objects
+            rounds = max(1, len(load_rows(rows, made)) // prompts)
         most = args.max_steps
         if most <= 0:
             most = math.ceil(args.num_train_epochs * rounds * steps)
@@ -347,7 +234,7 @@ class _RolloutTrainer:
 
     def _outputs(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
         args = self.args
-        wanted: list[Callback] = [RNGState()]
+        wanted: list[Callback] = [RNGState(), self._history]
         if args.log_completions:
             wanted.append(RolloutLogger())
         if args.save_strategy not in ("no", "steps", "epoch"):
@@ -358,7 +245,7 @@ class _RolloutTrainer:
         given = {type(callback) for callback in callbacks}
         return {
             "callbacks": [*callbacks, *(one for one in wanted if type(one) not in given)],
-            "logger": self._loggers(),
+            "logger": [*self._loggers(), self._history],
             "enable_progress_bar": not args.disable_tqdm,
             "enable_model_summary": False,
             "enable_checkpointing": args.save_strategy != "no",
@@ -378,11 +265,14 @@ class _RolloutTrainer:
                 self._refuse(f"report_to={name!r}", " Use `none`, `wandb` or `tensorboard`.")
         return made
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train.
 
         Args:
             resume_from_checkpoint: A checkpoint to go on from; true is the newest in `output_dir`.
+
+        Returns:
+            `global_step`, `training_loss` (the mean over all optimizer steps) and `metrics`.
 
         Raises:
             UsageError: there is none.
@@ -394,27 +284,119 @@ class _RolloutTrainer:
                 raise UsageError(f"There is no checkpoint in `{self.folder}` to go on from.")
             path = str(newest)
         self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=path)
+        args = self.args
+        at_once = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return self._history.output(at_once * self._world)
 
-    def evaluate(self) -> Mapping[str, float]:
-        """Answer the prompts of `eval_dataset`; return metrics whose names begin with `val/`."""
+    def evaluate(self) -> dict[str, float]:
+        """Answer the prompts of `eval_dataset`.
+
+        Returns:
+            Metrics by their names here, `val/reward`, and by TRL's, `eval_reward`.
+
+        Raises:
+            UsageError: there is no `eval_dataset`.
+        """
+        if self.eval_dataset is None:
+            self._refuse("eval_dataset=None", " `evaluate` needs held-out prompts.")
         limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 1.0
         try:
             (metrics,) = self.trainer.validate(self.module, datamodule=self.datamodule)
         finally:
             self.trainer.limit_val_batches = limit
-        return metrics
+        return with_their_names(metrics)
+
+    log_metrics = trainer_pt_utils.log_metrics
+    save_metrics = trainer_pt_utils.save_metrics
+    save_state = trainer_pt_utils.save_state
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`{type(self).__name__}` of `lit_rlsched.trl` has no `{name}`. Its attributes "
+            "`trainer`, `module` and `datamodule` are Lightning's (docs/tutorials/from_trl.md)."
+        )
+
+    @property
+    def state(self) -> TrainerState:
+        """State of a trainer of transformers: `global_step`, `log_history`, ..."""
+        return self._history.state(logging_steps=self.args.logging_steps)
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained."""
+        if self.module.model is None:
+            self.module.trainer = self.trainer  # has the precision
+            self.module.configure_model()
+        return self.module.model
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        name = self.datamodule.run.settings.tokenizer or self.module.hparams["model"]
+        return load_tokenizer(name)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.trainer.is_global_zero
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.accelerator.is_local_main_process
+
+    def add_callback(self, callback: Callback) -> None:
+        """Add a callback of Lightning before the training."""
+        self._check_callbacks([callback])
+        self.trainer.callbacks.insert(0, callback)  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        """Do nothing: loggers and processes end with the training."""
+
+    @property
+    def hub_model_id(self) -> str:
+        """Repository that `push_to_hub` uploads to."""
+        return str(self.args.hub_model_id or self.folder.absolute().name)
+
+    def create_model_card(self, **_: Any) -> None:
+        """Write the model card into `output_dir`, as `save_model` does."""
+        if not (self.folder / "README.md").exists():
+            self.save_model()
+
+    def push_to_hub(
+        self, *_: Any, token: str | None = None, revision: str | None = None, **__: Any
+    ) -> None:
+        """Upload the trained model to `hub_model_id`, from `output_dir/hub`, where it stays.
+
+        Raises:
+            RunFailed: the upload failed; says how to try it again.
+            UsageError: a token or a revision is given.
+        """
+        if token or revision:
+            self._refuse("token or revision", " Log in with `hf auth login`; `main` is written.")
+        shutil.rmtree(self.folder / "hub", ignore_errors=True)
+        self._export(
+            lambda path: export(path, str(self.folder / "hub"), push_to_hub=self.hub_model_id)
+        )
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write model and tokenizer as a Hugging Face folder, by default `output_dir` of the run.
 
         Adapters are merged into the model.
         """
+
+        def write(path: str) -> None:
+            exported = export(path, str(Path(path).with_name("model")))
+            shutil.copytree(exported, output_dir or self.folder, dirs_exist_ok=True)
+
+        self._export(write)
+
+    def _export(self, write: Callable[[str], Any]) -> None:
+        """Give a checkpoint of the weights to `write`, on the first process."""
         with TemporaryDirectory() as folder:
             path = Path(folder, "last.ckpt")
             self.trainer.save_checkpoint(path, weights_only=True)
             if self.trainer.is_global_zero:
-                exported = export(str(path), str(Path(folder, "model")))
-                shutil.copytree(exported, output_dir or self.folder, dirs_exist_ok=True)
+                write(str(path))
 
 
 class GRPOTrainer(_RolloutTrainer):
@@ -437,6 +419,7 @@ class GRPOTrainer(_RolloutTrainer):
             `reward_timeout`, `reward_env_vars`, `tool_timeout`, ...
 
     Attributes:
+        args, state, model, accelerator, processing_class: As in TRL.
         module: The LightningModule.
         datamodule: The data.
         trainer: Lightning's Trainer.
@@ -453,9 +436,16 @@ class GRPOTrainer(_RolloutTrainer):
     _config = GRPOConfig
     _module = GRPOModule
 
-    def module_settings(self) -> dict[str, Any]:
+    def module_settings(self, steps: int) -> dict[str, Any]:
         args = self.args
-        settings = {**super().module_settings(), **_ours(args, _OF_GRPO)}
+        settings = {**super().module_settings(steps), **_ours(args, _OF_GRPO)}
+        if args.loss_type == "bnpo" and args.gradient_accumulation_steps * self._world > 1:
+            why = (
+                " TRL takes the mean of the means of its micro-batches, to which it deals "
+                "completions by chance. Use `dapo`, or one process and "
+                "`gradient_accumulation_steps=1`."
+            )
+            self._refuse("loss_type='bnpo'", why)
         settings["importance_sampling_clip_max"] = args.vllm_importance_sampling_clip_max
         if args.use_vllm and args.vllm_importance_sampling_correction:
             settings["importance_sampling_mode"] = args.vllm_importance_sampling_mode
@@ -473,9 +463,9 @@ class RLOOTrainer(_RolloutTrainer):
     _config = RLOOConfig
     _module = RLOOModule
 
-    def module_settings(self) -> dict[str, Any]:
+    def module_settings(self, steps: int) -> dict[str, Any]:
         normalized = self.args.normalize_advantages
-        return {**super().module_settings(), "normalize_advantages": normalized}
+        return {**super().module_settings(steps), "normalize_advantages": normalized}
 
 
 def _steps(given: float, most: int) -> float:
@@ -483,6 +473,6 @@ def _steps(given: float, most: int) -> float:
     return given * most if given < 1 else given
 
 
-def _ours(args: _Config, settings: Settings) -> dict[str, Any]:
+def _ours(args: Any, settings: Sequence[str]) -> dict[str, Any]:
     """Return settings by our names."""
     return {_RENAMED.get(n, n.removeprefix("vllm_")): getattr(args, n) for n in settings}

@@ -632,7 +632,6 @@ AT_FIT = [
     during("steps_per_round=2", cb.StreamedTraining, **BESIDE, steps_per_round=2),
     during("scale_rewards='batch'", cb.StreamedTraining, {"scale_rewards": "batch"}, **BESIDE),
     during(r"advantage='reinforce\+", cb.StreamedTraining, {"advantage": "reinforce++"}, **BESIDE),
-    during("loss_type='bnpo'", cb.StreamedTraining, {"loss_type": "bnpo"}, **BESIDE),
     bad(streams_rloo, "", normalize_advantages=True),
     during(
         "per_domain=.*`train_data` is a stream",

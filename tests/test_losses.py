@@ -282,7 +282,7 @@ def cuts(draw: st.DrawFn, size: int = 6) -> list[int]:
     return [0, *sorted(inner), size]
 
 
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@every_loss
 @given(bounds=cuts(), seed=st.integers(0, 50))
 def test_any_cut_into_micro_batches_is_the_same_step(
     loss_type: str, bounds: list[int], seed: int
@@ -312,17 +312,6 @@ def test_bnpo_is_the_mean_over_the_tokens(tokens: int) -> None:
     logp = -torch.ones(1, tokens).double()
     output = policy_loss(logp, tensor(2.0), torch.ones(1, tokens), loss_type="bnpo")
     assert output.loss.item() == pytest.approx(-2.0)
-
-
-def test_bnpo_weighs_micro_batches_by_their_sequences() -> None:
-    batch = random_batch()
-    batch["mask"][:, 0] = True  # no empty sequence
-    parts = [
-        {name: value[rows] for name, value in batch.items()} for rows in (slice(4), slice(4, 6))
-    ]
-    means = [policy_loss(**part, loss_type="bnpo").loss for part in parts]
-    shares = [policy_loss(**part, loss_type="bnpo", step_sequences=6).loss for part in parts]
-    torch.testing.assert_close(sum(shares), (4 * means[0] + 2 * means[1]) / 6)
 
 
 @every_loss

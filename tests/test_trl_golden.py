@@ -253,12 +253,16 @@ def test_metrics(make_trl: MakeTRL, options: dict[str, Any], keys: list[str]) ->
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
 def test_sum_over_ragged_micro_batches(make_trl: MakeTRL, loss_type: str) -> None:
-    """TRL over three equal micro-batches, ours over three unequal ones, and ours in one piece."""
+    """TRL over three equal micro-batches, ours over three unequal ones, and ours in one piece.
+
+    TRL's bnpo is over one: of several it takes the mean of their means.
+    """
     sample = make_sample(seed=4)
     theirs, ours = settings_of(loss_type)
     kind = "rloo" if loss_type == "rloo" else "grpo"
     theirs = {"beta": 0.0} if kind == "rloo" else {**theirs, "num_iterations": 2}
-    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    pieces = 1 if loss_type == "bnpo" else 3
+    size = {"per_device_train_batch_size": 12 // pieces, "gradient_accumulation_steps": pieces}
     trl = make_trl(kind, sample, **size, **theirs)
     batch = trl.score()
 
@@ -280,15 +284,14 @@ def test_sum_over_ragged_micro_batches(make_trl: MakeTRL, loss_type: str) -> Non
 
     logp = sample.logp.clone().requires_grad_()
     losses = [
-        trl.loss(part, logp[4 * i : 4 * i + 4])
-        for i, part in enumerate(split_tensor_dict(batch, 3))
+        trl.loss(part, rows)
+        for part, rows in zip(split_tensor_dict(batch, pieces), logp.chunk(pieces), strict=True)
     ]
     # RLOO's loss is divided by the number of micro-batches in transformers' `training_step`.
     expected = sum(losses) / (3 if kind == "rloo" else 1)
     gradient = torch.autograd.grad(expected, logp)[0]
 
-    same = [[0, 4, 8, 12]] if loss_type == "bnpo" else [[0, 4, 8, 12], [0, 5, 6, 12], [0, 12]]
-    for bounds in same:
+    for bounds in ([0, 4, 8, 12], [0, 5, 6, 12], [0, 12]):
         total, total_gradient = in_pieces(bounds)
         torch.testing.assert_close(total, expected.detach(), **close)
         torch.testing.assert_close(total_gradient, gradient, **close)
@@ -338,7 +341,7 @@ def test_several_steps_of_a_round(make_trl: MakeTRL, loss_type: str) -> None:
             batch["advantages"],
             rows,
             step_sequences=step.divisor.sequences,
-            step_tokens=step.divisor.tokens,
+            step_tokens=step.totals.tokens if loss_type == "bnpo" else step.divisor.tokens,
             old_logp=part.get("old_per_token_logps", sample.old_logp[rows]),
             **ours,
         )

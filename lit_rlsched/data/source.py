@@ -36,6 +36,7 @@ class PromptSource:
         prompts: Prompts with different uids, as `make_prompts` returns them.
         seed: Seed of the order.
         shuffle: Whether to shuffle; False keeps the order of the data set in every pass.
+        multiple: A pass has a multiple of this number of prompts; others of it are left out.
 
     Example:
         >>> source = PromptSource([Prompt("a", "?", (1,)), Prompt("b", "!", (2,))], seed=0)
@@ -45,7 +46,9 @@ class PromptSource:
         1
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, multiple: int = 1
+    ) -> None:
         uids = getattr(prompts, "uids", None)
         self.prompts = list(prompts) if uids is None else prompts
         if uids is None:
@@ -58,6 +61,7 @@ class PromptSource:
         """Position in the order of this pass."""
         self._deferred: list[tuple[int, int]] = []
         """Skipped prompts: index and pass."""
+        self._pass = len(self.prompts) // multiple * multiple
         self._indices = UidIndex(uids)
         self._fingerprint = fingerprint(uids)
 
@@ -88,7 +92,7 @@ class PromptSource:
             index, epoch = self._next(taken)
             taken.add(index)
             drawn.append((index, epoch))
-            if self.offset == len(self) and not self._deferred:
+            if self.offset >= self._pass and not self._deferred:
                 self.epoch, self.offset = self.epoch + 1, 0
         return [Draw(self.prompts[index], epoch) for index, epoch in drawn]
 
@@ -108,7 +112,7 @@ class PromptSource:
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Indices of `prompts` in the order of one pass."""
-        return _order(len(self), self.seed if self.shuffle else None, epoch)
+        return _order(len(self), self.seed if self.shuffle else None, epoch)[: self._pass]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and a fingerprint of the prompts and their order."""
@@ -162,6 +166,7 @@ class DomainSource:
         shuffle: See `PromptSource`.
         domain_of: Returns the domain of a prompt. `None`: all have the domain `None`, and no
             prompt is looked at.
+        multiple: See `PromptSource`.
     """
 
     def __init__(
@@ -170,6 +175,7 @@ class DomainSource:
         seed: int,
         shuffle: bool,
         domain_of: Callable[[Prompt], str | None] | None,
+        multiple: int = 1,
     ) -> None:
         parts: dict[str | None, Sequence[Prompt]] = {None: prompts}
         if domain_of is not None:
@@ -177,7 +183,8 @@ class DomainSource:
             for position, prompt in enumerate(prompts):
                 positions.setdefault(domain_of(prompt), []).append(position)
             parts = {domain: _part(prompts, at) for domain, at in positions.items()}
-        self.sources = {d: PromptSource(part, seed, shuffle) for d, part in parts.items()}
+        order = seed, shuffle, multiple
+        self.sources = {d: PromptSource(part, *order) for d, part in parts.items()}
 
     @property
     def domains(self) -> Collection[str | None]:

@@ -65,6 +65,7 @@ class StreamSource:
         seed: Seed of the order.
         shuffle: Whether to shuffle with a buffer of 1,000 rows.
         has_objects: See `load_rows`.
+        multiple: A pass has a multiple of this number of rows; others at its end are left out.
     """
 
     domains: Collection[str | None] = (None,)
@@ -79,7 +80,9 @@ class StreamSource:
         seed: int,
         shuffle: bool,
         has_objects: bool = False,
+        multiple: int = 1,
     ) -> None:
+        self._multiple = multiple
         self._stream = stream
         self._tokenize = tokenize
         self._check = check
@@ -190,12 +193,15 @@ class StreamSource:
                     ends = 0
                 continue
             ends += 1
-            if ends == 2:
+            left_over = self.offset % self._multiple
+            if ends == 2 or left_over == self.offset > 0:
                 raise UsageError(
                     f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most "
                     f"once, and a pass over the stream has {self.offset} rows. Use "
                     f"{self.offset} or less, or a larger data set."
                 )
+            del drawn[max(0, len(drawn) - left_over) :]
+            taken = {*besides, *(draw.prompt.uid for draw in drawn)}
             self._begin(self.epoch + 1)
         return drawn
 

@@ -243,12 +243,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         """Refuse settings that cannot work with several trainer processes."""
         if self._trainer is None or self.trainer.world_size == 1:
             return
-        if self._hp.loss_type == "bnpo":
-            raise UsageError(
-                "`loss_type='bnpo'` averages over each micro-batch, which several trainer "
-                "processes divide differently. Use 'dapo', which averages over the update's "
-                "tokens, or `devices=1`."
-            )
         if self._hp.shared_prefix and is_sharded(self.trainer):
             raise UsageError(
                 "`shared_prefix=True`: completions cannot share a prompt while the weights are "
@@ -352,6 +346,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         batch.verify(logp.detach())
         inputs = batch.loss_inputs
+        if self._hp.loss_type == "bnpo":
+            inputs["step_tokens"] = batch.own_tokens
         drawn = None
         if self.needs_engine_logprobs(batch.off_policy):
             drawn = inputs["rollout_logp"]
@@ -377,12 +373,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._total, self._figures = 0.0, StepMetrics()
 
     def streaming_obstacle(self) -> str | None:
-        if self._hp.loss_type == "bnpo":
-            return (
-                "`loss_type='bnpo'` averages over each micro-batch, whose members would depend on "
-                "the order in which completions finish. Use 'dapo', which averages over the "
-                "update's tokens"
-            )
         return None
 
     def accumulate(self, step: OptimizerStep, first: bool) -> None:

@@ -114,6 +114,7 @@ class Startup:
                 seed=settings.seed,
                 shuffle=settings.shuffle,
                 has_objects=settings.has_objects,
+                multiple=settings.prompts_per_round if settings.whole_rounds else 1,
             )
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
@@ -180,7 +181,10 @@ class Startup:
             return self.prompts.train
         settings, rule = self._settings, self._schedule.rule
         domain_of = rule.domain_of if rule.has_domains else None
-        return DomainSource(self.prompts.train, settings.seed, settings.shuffle, domain_of)
+        multiple = settings.prompts_per_round if settings.whole_rounds and not domain_of else 1
+        return DomainSource(
+            self.prompts.train, settings.seed, settings.shuffle, domain_of, multiple
+        )
 
     @cached_property
     def spec(self) -> EngineSpec:

@@ -2,7 +2,7 @@
 
 `B` is the number of sequences of a micro-batch, `C` the length of its longest completion. Each loss
 is normalised by the totals of the optimizer step, so the losses of a step's micro-batches add up to
-the step's loss however the step is split. The exception is bnpo, which averages per micro-batch.
+the step's loss however the step is split.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -54,7 +54,8 @@ def policy_loss(
 
     - grpo (arXiv 2402.03300): mean over a sequence's tokens, then over sequences;
     - gspo (arXiv 2507.18071): grpo with `rho` the geometric mean over the sequence;
-    - bnpo: mean over the micro-batch's tokens, weighted by its share of the step's sequences;
+    - bnpo: mean over the step's tokens, whatever other steps of the round have (TRL's with one
+      micro-batch per step: it takes the mean of the means of its micro-batches);
     - dr_grpo (arXiv 2503.20783): sum over tokens divided by
       `step_sequences * max_completion_length`;
     - dapo (arXiv 2503.14476), cispo (arXiv 2506.13585): mean over the step's tokens; if a round has
@@ -81,8 +82,8 @@ def policy_loss(
         importance_sampling_clip_max: The maximum of that ratio.
         step_sequences: Sequences of the whole optimizer step; None: `B`. With gradients averaged
             over several ranks, pass the total divided by the number of ranks.
-        step_tokens: Tokens of the whole optimizer step, or the average over the steps of a round,
-            with the same division by ranks; None: the number of tokens in `mask`.
+        step_tokens: Tokens of the whole optimizer step, or, except for bnpo, the average over the
+            steps of a round, with the same division by ranks; None: the number of tokens in `mask`.
         max_completion_length: The constant of dr_grpo.
 
     Returns:
@@ -271,7 +272,7 @@ def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor) -> Tensor:
 
 def divides_by(loss_type: LossType) -> Literal["sequences", "tokens"]:
     """Which total of the optimizer step the loss is divided by."""
-    return "tokens" if loss_type in ("dapo", "cispo") else "sequences"
+    return "tokens" if loss_type in ("bnpo", "dapo", "cispo") else "sequences"
 
 
 def _normalize(
@@ -289,8 +290,6 @@ def _normalize(
     loss = loss.masked_fill(~valid, 0.0)
     if loss_type in ("grpo", "gspo"):
         return (loss.sum(dim=1) / valid.sum(dim=1).clamp(min=1)).sum() / sequences
-    if loss_type == "bnpo":
-        return loss.sum() / valid.sum().clamp(min=1) * (valid.shape[0] / sequences)
     if loss_type == "dr_grpo":
         if not max_completion_length:
             raise UsageError(

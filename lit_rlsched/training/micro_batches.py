@@ -50,6 +50,7 @@ class MicroBatch:
         step_sequences: Completions of the whole optimizer step, trained on or not.
         step_tokens: Tokens in the loss of the whole optimizer step; with several steps in the
             round, their average.
+        own_tokens: The same of this step alone.
         off_policy: Whether tokens drawn by earlier policies may be included.
         max_completion_length: Maximum number of tokens per completion in the rollout.
         is_first: Whether this is the first micro-batch of its optimizer step, or of a part of it.
@@ -81,6 +82,7 @@ class MicroBatch:
         self.max_completion_length = sampling.max_completion_length
         self.step_sequences = step.sequences
         self.step_tokens = step.tokens
+        self.own_tokens = step.tokens if step.own_tokens is None else step.own_tokens
         self.off_policy = step.off_policy
         self.is_first = is_first
         self.is_last = is_last
@@ -162,6 +164,8 @@ class StepTotals:
     off_policy: bool = False
     version: int | None = None
     """Train only on tokens drawn by this policy version; `None`: by any."""
+    own_tokens: float | None = None
+    """Tokens of the step, if `tokens` is an average over several."""
 
     def trained(self, completion: Completion) -> int:
         """Number of tokens trained on."""

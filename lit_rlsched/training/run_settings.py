@@ -75,6 +75,8 @@ class RunSettings:
     seed: int
     verify_sync: bool
     tools: ToolSettings | None = None
+    whole_rounds: bool = False
+    """Whether a pass over the prompts ends with its last whole round, as in TRL."""
 
     @property
     def has_objects(self) -> bool:

@@ -165,8 +165,8 @@ class Update:
     def step(self, round: Round, index: int) -> OptimizerStep:
         """Build one of the round's optimizer steps.
 
-        Token means divide by the average over the round's steps, as in TRL, so a token has the same
-        weight in every step.
+        Token means other than bnpo's divide by the average over the round's steps, as in TRL, so a
+        token has the same weight in every step.
         """
         seed, steps = self.settings.seed, self.settings.steps_per_round
         iteration, number = divmod(index, steps)
@@ -179,7 +179,7 @@ class Update:
         step = self._step_of(members, round.version, accumulated=accumulated)
         if steps > 1:
             tokens = self._step_of(groups, round.version).totals.tokens / steps
-            step.divisor = replace(step.divisor, tokens=tokens)
+            step.divisor = replace(step.divisor, tokens=tokens, own_tokens=step.totals.tokens)
         return step
 
     def _step_of(self, groups: Sequence[Group], version: int, **parts: Any) -> OptimizerStep:

@@ -85,7 +85,7 @@ def check_same(module, plain):
 
 
 @pytest.mark.mostly_slow("gspo")
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
 def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
     def run(*callbacks, **data):
         module = GRPOModule(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from trl.trainer.utils import RepeatSampler
 from written_rows import written
 
 from lit_rlsched.data.prompts import make_prompts
@@ -236,6 +237,19 @@ def test_a_draw_over_the_end_of_a_pass_by_hand() -> None:
     source.draw(2)
     source.load_state_dict(source.state_dict() | {"offset": 1, "deferred": [(0, 0)]})
     assert [draw.key for draw in source.draw(3)] == ["p0@0", "p1@0", "p2@0"]
+
+
+@given(size=st.integers(1, 12), each=st.integers(1, 12), passes=st.integers(1, 4))
+def test_passes_of_whole_rounds_are_those_of_trl(size: int, each: int, passes: int) -> None:
+    source = PromptSource(prompts_of(size), 0, shuffle=False, multiple=each)
+    sampler = RepeatSampler(range(size), mini_repeat_count=1, batch_size=each, shuffle=False)
+    theirs = [f"p{index}" for _ in range(passes) for index in sampler]
+    drawn = [draw for _ in range(len(theirs) // each) for draw in source.draw(each)]
+    assert [draw.prompt.uid for draw in drawn] == theirs
+    shuffled = PromptSource(prompts_of(size), 0, multiple=each)
+    keys = [draw.key for _ in range(len(theirs) // each) for draw in shuffled.draw(each)]
+    assert len({*keys}) == len(keys) == len(theirs)
+    assert {key.partition("@")[2] for key in keys} <= {str(epoch) for epoch in range(passes)}
 
 
 def test_each_pass_has_its_own_order_fixed_by_the_seed() -> None:

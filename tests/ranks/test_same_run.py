@@ -66,7 +66,8 @@ VARIANTS = {
         "rounds": 3,
     },
     "fewer micro-batches than ranks": {
-        "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2}
+        "module": {"loss_type": "bnpo"},
+        "data": {"micro_batch_tokens": 4096, "prompts_per_round": 1, "num_generations": 2},
     },
 }
 
@@ -168,7 +169,6 @@ def test_half_precision(run, precision):
 
 
 REFUSED = {
-    "bnpo": ({"module": {"loss_type": "bnpo"}}, DDP, "loss_type='bnpo'"),
     "shared prefix": ({"module": {"shared_prefix": True}}, FSDP2, "shared_prefix=True"),
     "drafts": (
         {"callbacks": {"TailBatching": {"reuse_drafts": True}}},

@@ -1,0 +1,366 @@
+"""The settings of TRL's trainers as dataclasses, with TRL's defaults; each is used or answered."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import Enum
+from typing import Any, NoReturn
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lit_rlsched.settings import UsageError, counterpart, did_you_mean
+
+_OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
+"""Values that switch a setting off."""
+_ALSO: Mapping[str, tuple[Any, ...]] = {
+    **{"optim": ("adamw_torch",), "disable_dropout": (True,)},
+    "include_num_input_tokens_seen": (False,),
+}
+"""What a script may give of settings that are as they are here, besides TRL's default."""
+_ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "accelerator_config": {"even_batches": ("True",), "use_seedable_sampler": ("True",)},
+    "model_init_kwargs": {
+        **{"revision": ("main",), "dtype": ("float32", "torch.float32"), "device_map": ("auto",)},
+        "attn_implementation": ("sdpa", "eager"),
+    },
+}
+"""The same of the entries of a dict, as text."""
+
+
+@dataclass(init=False)
+class _Settings:
+    """Settings that are used here."""
+
+    output_dir: str | None = None
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "linear"
+    warmup_steps: float = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None
+    fp16: bool = False
+    use_cpu: bool = False
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    num_generations: int | None = 8
+    num_generations_eval: int | None = None
+    num_iterations: int = 1
+    max_completion_length: int | None = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    reward_weights: list[float] | None = None
+    mask_truncated_completions: bool = False
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    shuffle_dataset: bool | None = True
+    seed: int = 42
+    full_determinism: bool = False
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
+    vllm_enable_sleep_mode: bool = False
+    logging_steps: float = 10
+    log_completions: bool = False
+    report_to: str | None = "none"
+    run_name: str | None = None
+    project: str = "huggingface"
+    disable_tqdm: bool | None = None
+    save_strategy: str = "steps"
+    save_total_limit: int | None = None
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    eval_on_start: bool = False
+
+    def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
+        for one in _fields(type(self)).values():
+            vars(self)[one.name] = _default(one)
+        for name, value in {"output_dir": output_dir, **settings}.items():
+            setattr(self, name, value)
+
+    def __post_init__(self) -> None:
+        """Do nothing; a script's own class may call it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"`{type(self).__name__}` of `lit_rlsched.trl` has no `{name}`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        value = value.value if isinstance(value, Enum) else value
+        if name == "output_dir" and value is None:
+            value = "trainer_output"
+        if name in _fields(type(self)) and isinstance(value, str) and value.startswith("{"):
+            value = self._parsed(name, value)
+        if not self._is_accepted(name, value):
+            if name not in _fields(_WithoutEffect):
+                self._refuse(name, value)
+            rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
+        vars(self)[name] = value
+
+    def _parsed(self, name: str, value: str) -> Any:
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"`{type(self).__name__}({name}={value!r})`: {error}.") from error
+
+    def _is_accepted(self, name: str, value: Any) -> bool:
+        if (field := _fields(type(self)).get(name)) is None:
+            return value in _OFF and bool(counterpart(name, str))  # a name of earlier versions
+        if name not in _fields(_WithoutEffect) and name not in _refused(type(self)):
+            return True
+        default = _default(field)
+        if value == default or (value in _OFF and default in _OFF) or value in _ALSO.get(name, ()):
+            return True
+        return name in _ENTRIES and not _odd_entries(name, value)
+
+    def _refuse(self, name: str, value: Any) -> NoReturn:
+        said = [f"{name}={value!r}"]
+        if name in _ENTRIES:
+            said = [f"{name}={{{n!r}: {v!r}}}" for n, v in _odd_entries(name, value).items()]
+        why = counterpart(name, lambda ours: f"`{ours}`")
+        raise UsageError(
+            f"`{type(self).__name__}({said[0]})` cannot be used here."
+            f"{why or did_you_mean(name, _fields(type(self)))}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings by their names."""
+        return {name: getattr(self, name) for name in _fields(type(self))}
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train."""
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return int(os.environ.get("RANK", 0))
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+
+@dataclass(init=False)
+class _ForScripts:
+    """Settings that TRL's trainers leave to the script, or that a method is called with."""
+
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+    resume_from_checkpoint: str | None = None
+    local_rank: int = -1
+    hub_model_id: str | None = None
+
+
+@dataclass(init=False)
+class _WithoutEffect:
+    """Settings that do not change what is trained: a warning names them."""
+
+    per_device_eval_batch_size: int = 8
+    eval_accumulation_steps: int | None = None
+    save_steps: float = 500
+    log_level: str = "passive"
+    tf32: bool | None = None
+    remove_unused_columns: bool | None = False
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
+    use_liger_kernel: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    dataloader_persistent_workers: bool = False
+    dataloader_prefetch_factor: int | None = None
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+    torch_empty_cache_steps: int | None = None
+    log_unique_prompts: bool = False
+    ddp_timeout: int = 1800
+    pad_to_multiple_of: int | str | None = "auto"
+    num_completions_to_print: int | None = None
+    vllm_max_model_length: int | None = None
+    logging_strategy: str = "steps"
+    logging_first_step: bool = False
+    ddp_find_unused_parameters: bool | None = None
+    average_tokens_across_devices: bool = True
+    dataloader_drop_last: bool = False
+    dataloader_in_order: bool = True
+    skip_memory_metrics: bool = True
+    logging_nan_inf_filter: bool = True
+    log_on_each_node: bool = True
+    log_level_replica: str = "warning"
+    log_multimodal: bool = True
+    ds3_gather_for_generation: bool = True
+    eval_do_concat_batches: bool = True
+    include_num_input_tokens_seen: str | bool = "no"
+    use_cache: bool = False
+
+
+@dataclass(init=False)
+class _Refused:
+    """Settings that must have TRL's default, or be off if that is off."""
+
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
+    adam_epsilon: float = 1e-8
+    optim_target_modules: str | None = None
+    label_smoothing_factor: float = 0.0
+    bf16_full_eval: bool = False
+    fp16_full_eval: bool = False
+    liger_kernel_config: dict[str, bool] | None = None
+    neftune_noise_alpha: float | None = None
+    auto_find_batch_size: bool = False
+    trackio_space_id: str | None = None
+    trackio_bucket_id: str | None = None
+    trackio_static_space_id: str | None = None
+    eval_delay: float = 0
+    prediction_loss_only: bool = False
+    eval_use_gather_object: bool = False
+    include_for_metrics: list[str] = field(default_factory=list)
+    batch_eval_metrics: bool = False
+    save_only_model: bool = False
+    save_on_each_node: bool = False
+    enable_jit_checkpoint: bool = False
+    push_to_hub: bool = False
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+    hub_strategy: str = "every_save"
+    hub_always_push: bool = False
+    hub_revision: str | None = None
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    ignore_data_skip: bool = False
+    restore_callback_states_from_checkpoint: bool = False
+    data_seed: int | None = None
+    accelerator_config: dict[str, Any] | str | None = None
+    parallelism_config: dict[str, Any] | str | None = None
+    dataloader_multiprocessing_context: str | None = None
+    label_names: list[str] | None = None
+    train_sampling_strategy: str = "random"
+    length_column_name: str = "length"
+    ddp_bucket_cap_mb: int | None = None
+    ddp_broadcast_buffers: bool | None = None
+    ddp_static_graph: bool | None = None
+    ddp_backend: str | None = None
+    fsdp: str | None = None
+    fsdp_config: dict[str, Any] | str | None = None
+    deepspeed: dict[str, Any] | str | None = None
+    debug: str | list[str] = ""
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    router_aux_loss_coef: float | None = None
+    disable_dropout: bool = False
+    generation_kwargs: dict[str, Any] | str | None = None
+    repetition_penalty: float = 1.0
+    cache_implementation: str | None = None
+    vllm_model_impl: str = "vllm"
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    vllm_group_port: int = 51216
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: dict[str, Any] | str | None = None
+    use_transformers_paged: bool = False
+
+
+@dataclass(init=False)
+class _RefusedByGRPO(_Refused):
+    cast_lm_head_to_fp32: bool = False
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    multi_objective_aggregation: str = "sum_then_normalize"
+    top_entropy_quantile: float = 1.0
+    entropy_coef: float = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    entropy_target: float = 0.2
+    vllm_importance_sampling_clip_min: float | None = None
+    off_policy_mask_threshold: float | None = None
+    use_bias_correction_kl: bool = True
+    log_completions_hub_repo: str | None = None
+    vllm_importance_sampling_cap: float | None = None
+
+
+@dataclass(init=False)
+class _RefusedByRLOO(_Refused):
+    reward_clip_range: tuple[float, float] | None = None
+
+
+@dataclass(init=False)
+class GRPOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByGRPO):
+    """Settings of `GRPOTrainer` by TRL's names, with TRL's defaults.
+
+    A setting that would change what is trained and has no counterpart is refused with the reason;
+    one that changes nothing here is named in a warning. `docs/tutorials/from_trl.md` has all.
+
+    Args:
+        output_dir: Folder of the run; by default `trainer_output`.
+        **settings: Settings of TRL 1.16's `GRPOConfig`.
+
+    Raises:
+        UsageError: a setting cannot be used here.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    delta: float | None = None
+    scale_rewards: str = "group"
+    max_tool_calling_iterations: int | None = None
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    vllm_importance_sampling_clip_max: float | None = 3.0
+
+
+@dataclass(init=False)
+class RLOOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByRLOO):
+    """Settings of `RLOOTrainer` by TRL's names, with TRL's defaults; see `GRPOConfig`."""
+
+    num_generations: int | None = 2
+    beta: float = 0.05
+    normalize_advantages: bool = False
+
+
+def _fields(cls: type) -> dict[str, Field[Any]]:
+    return {one.name: one for one in fields(cls)}
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _refused(cls: type) -> set[str]:
+    bases = (base for base in cls.__mro__ if issubclass(base, _Refused))
+    return {n for base in bases if not issubclass(base, _Settings) for n in _fields(base)}
+
+
+def _odd_entries(name: str, value: Any) -> dict[str, Any]:
+    given = value.to_dict() if hasattr(value, "to_dict") else value
+    if not isinstance(given, Mapping):
+        return {name: value}
+    allowed = _ENTRIES[name]
+    return {n: v for n, v in given.items() if v not in _OFF and str(v) not in allowed.get(n, ())}

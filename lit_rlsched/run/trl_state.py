@@ -1,0 +1,198 @@
+"""What a script reads of TRL's trainers once they have trained: state, result, accelerator."""
+
+import time
+from collections.abc import Mapping, Sized
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import TrainOutput
+
+
+def with_their_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics, those of validations by TRL's name too: `eval_reward` for `val/reward`."""
+    theirs = {n.replace("val/", "eval_", 1): v for n, v in metrics.items() if n.startswith("val/")}
+    return {**metrics, **theirs}
+
+
+_ITS_NAME = {"eval_reward", "train_runtime"}
+"""Is in the entry of a validation and of the whole training, which have nothing else."""
+
+
+class History(Callback, Logger):
+    """Collects what is logged as `TrainerState.log_history`; a checkpoint holds it."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.entries: list[dict[str, float]] = []
+        self.steps_per_pass: float = 0
+        """Optimizer steps of a pass over the prompts, once it is known."""
+        self._losses = 0.0
+        self._steps = 0
+        self._began = 0.0, 0
+
+    @property
+    def name(self) -> str:
+        """Name of this logger."""
+        return "history"
+
+    @property
+    def version(self) -> str:
+        """Version of its run."""
+        return ""
+
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of the run."""
+        return None if self.trainer is None else self.trainer.default_root_dir
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Keep nothing: the settings are the script's."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add metrics to the entry of an optimizer step; a validation has its own.
+
+        A step is counted from 1, as in TRL; Lightning gives the number of those before it.
+        """
+        figures = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        if any(name.startswith("val/") for name in figures):
+            self._add(with_their_names(figures), self._step)
+        elif figures:
+            self._add(figures, (step or 0) + 1)
+
+    def _add(self, figures: Mapping[str, float], step: int) -> None:
+        kind = _ITS_NAME.intersection(figures)
+        last = self.entries[-1] if self.entries else {}
+        if last.get("step") != step or _ITS_NAME.intersection(last) != kind:
+            self.entries.append({})
+        self.entries[-1] |= {**figures, "epoch": self._epoch(step), "step": step}
+
+    @property
+    def _step(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_step
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the prompts."""
+        return self._epoch(self._step)
+
+    def _epoch(self, step: int) -> float:
+        return step / self.steps_per_pass if self.steps_per_pass else 0.0
+
+    def on_fit_start(self, trainer: Trainer, *args: Any) -> None:
+        """Start the clock."""
+        self._began = time.monotonic(), self._steps
+        run = trainer.datamodule.run  # type: ignore[attr-defined]
+        if isinstance(rows := run.rows["train"], Sized):
+            rounds = len(rows) // run.settings.prompts_per_round
+            self.steps_per_pass = rounds * run.settings.steps_per_epoch
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Add the loss of this optimizer step to their mean."""
+        self._losses += float(trainer.callback_metrics.get("loss", 0.0))
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with."""
+        entries = [dict(entry) for entry in self.entries]
+        return {"entries": entries, "losses": self._losses, "steps": self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.entries[:] = [dict(entry) for entry in state_dict["entries"]]
+        self._losses, self._steps = state_dict["losses"], state_dict["steps"]
+
+    def output(self, completions: int) -> TrainOutput:
+        """Return the result of a training with this number of completions per optimizer step."""
+        began, before = self._began
+        seconds, steps = max(time.monotonic() - began, 1e-9), self._steps - before
+        loss = self._losses / max(1, self._steps)
+        metrics = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(steps * completions / seconds, 3),
+            "train_steps_per_second": round(steps / seconds, 3),
+            "train_loss": loss,
+            "epoch": self.epoch,
+        }
+        self._add(metrics, self._step)
+        return TrainOutput(self._step, loss, metrics)
+
+    def state(self, **settings: Any) -> TrainerState:
+        """Return transformers' state of a trainer."""
+        trainer = self.trainer
+        assert trainer is not None
+        best = [
+            one
+            for one in trainer.checkpoint_callbacks
+            if isinstance(one, ModelCheckpoint) and one.best_model_score is not None
+        ]
+        scores = [float(torch.as_tensor(one.best_model_score)) for one in best]
+        return TrainerState(
+            epoch=self.epoch,
+            global_step=trainer.global_step,
+            max_steps=trainer.max_steps,
+            log_history=self.entries,
+            best_metric=scores[0] if scores else None,
+            best_model_checkpoint=best[0].best_model_path if best else None,
+            is_local_process_zero=trainer.local_rank == 0,
+            is_world_process_zero=trainer.is_global_zero,
+            **settings,
+        )
+
+
+class Accelerator:
+    """What scripts use of `trainer.accelerator`; the Trainer is Lightning's."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`accelerator` of `lit_rlsched.trl` has no `{name}`: the training is Lightning's. Use "
+            "`trainer.trainer.strategy`."
+        )
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self._trainer.is_global_zero
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self._trainer.local_rank == 0
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes that train."""
+        return self._trainer.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self._trainer.global_rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self._trainer.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._trainer.strategy.root_device
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process."""
+        self._trainer.print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all processes."""
+        self._trainer.strategy.barrier()
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the model, which nothing wraps."""
+        return model
