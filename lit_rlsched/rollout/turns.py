@@ -305,10 +305,12 @@ class Turns:
             return self._repeat(sample) if repeats else "decodes"
         assert not isinstance(prompt.text, str), "checked at the start"
         schemas = environment.schemas
-        ids = self._chat.opening(prompt.text, observation, schemas, prompt.columns)
+        sample.completion.observation = observation or ""
+        ids = self._chat.opening(sample.prompt, schemas, prompt.columns)
         begun, more = tuple(ids[: len(prompt.token_ids)]), ids[len(prompt.token_ids) :]
         fits = len(more) < sample.group.sampling.max_completion_length
         if begun != prompt.token_ids or not fits:
+            sample.completion.observation = ""  # the model does not see it
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
         if repeats:
             return self._same(sample, more)

@@ -91,9 +91,19 @@ def run(exact_model, tools_tokenizer, tmp_path):
             rows, rewards, tokenizer=tools_tokenizer, **{**settings, **data}
         )
         trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
+        tokenizer = AutoTokenizer.from_pretrained(tools_tokenizer)
+        for sample in (s for round in seen.rounds for s in round.samples):
+            assert_prompt_is_what_the_policy_saw(sample, tokenizer)
         return module, seen.rounds
 
     return run
+
+
+def assert_prompt_is_what_the_policy_saw(sample, tokenizer):
+    """Whatever has become of a completion, its readers get the prompt that its tokens go on."""
+    if len(sample.completion.token_ids):
+        prompt = tokenizer.apply_chat_template(sample.prompt, add_generation_prompt=True)
+        assert [*prompt["input_ids"], *sample.completion.own_ids] == sample.token_ids
 
 
 def drawn(rounds):
