@@ -17,7 +17,7 @@ from placements import on_ray
 from seen_rounds import weights
 from transformers import AutoTokenizer
 from worlds import CHATS as ROWS
-from worlds import Troubled, look, notes, with_tools
+from worlds import Troubled, look, notes
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
@@ -34,13 +34,6 @@ from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VL
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import ENVIRONMENT, Sample
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer(exact_model, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("tools"))
-    with_tools(AutoTokenizer.from_pretrained(exact_model)).save_pretrained(folder)
-    return folder
 
 
 class Seen(RolloutCallback):
