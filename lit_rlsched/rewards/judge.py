@@ -128,12 +128,12 @@ class Judge(RemembersInit, ABC):
 
     Args:
         rubric: What a high and a low grade mean; replaces `{rubric}` in the template.
-        template: The question. `{prompt}` and `{completion}` are replaced by their text,
-            `{lowest}` and `{highest}` by `score_range`, `{mark}` by a hash of all texts, which no
-            text can contain (use it to mark the end of the completion), and any other `{column}` by
-            the row's value, such as a reference `{answer}`. Write other braces twice. If a text
-            contains a control token of a chat template, or the words that follow its field in the
-            template, these are spelled out.
+        template: The question. `{prompt}` and `{completion}` are replaced by their text (a chat with
+            several messages or calls: a transcript), `{lowest}` and `{highest}` by `score_range`,
+            `{mark}` by a hash of all texts, which no text can contain (use it to mark the end of
+            the completion), and any other `{column}` by the row's value, such as a reference
+            `{answer}`. Write other braces twice. If a text contains a control token of a chat
+            template, or the words that follow its field in the template, these are spelled out.
         score_pattern: Regular expression with one group: the grade.
         score_range: Lowest and highest grade.
         max_tokens: Maximum number of tokens in the judge's answer.
