@@ -128,7 +128,7 @@ class Judge(RemembersInit, ABC):
 
     Args:
         rubric: What a high and a low grade mean; replaces `{rubric}` in the template.
-        template: The question. `{prompt}` and `{completion}` are replaced by their text (a chat with
+        template: The question. `{prompt}` and `{completion}` are replaced by their text (a chat of
             several messages or calls: a transcript), `{lowest}` and `{highest}` by `score_range`,
             `{mark}` by a hash of all texts, which no text can contain (use it to mark the end of
             the completion), and any other `{column}` by the row's value, such as a reference
