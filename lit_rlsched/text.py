@@ -27,6 +27,20 @@ def printable(value: Any) -> Any:
     return value
 
 
+def content_text(content: str | Sequence[Any]) -> str:
+    """Return the content of a message as text: text parts are joined, other lists are printed."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content) if are_text(content) else str(content)
+
+
+def are_text(content: Sequence[Any]) -> bool:
+    """Return whether the content of a message is a list of text parts."""
+    parts = [part for part in content if isinstance(part, dict) and part.keys() == {"type", "text"}]
+    kinds = {(part["type"], type(part["text"])) for part in parts}
+    return len(parts) == len(content) and kinds == {("text", str)}
+
+
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message under which templates keep a thought."""
 
@@ -43,14 +57,6 @@ def as_text(chat: str | Sequence[Mapping[str, Any]]) -> str:
     return str(printable("\n\n".join(turns)))
 
 
-def content_of(message: Mapping[str, Any]) -> str:
-    """Return the content of a message, which may be a list of parts, as text."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or f"[{part.get('type')}]" for part in content)
-
-
 def _parts(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield the thought, the content and the calls of a message."""
     who = str(message.get("role"))
@@ -59,7 +65,7 @@ def _parts(message: Mapping[str, Any]) -> Iterator[str]:
     thoughts = [f"{who} thinks: {message[key]}" for key in THOUGHTS if message.get(key)]
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     yield from thoughts
-    if (content := content_of(message)) or not (thoughts or calls):
+    if (content := content_text(message.get("content") or "")) or not (thoughts or calls):
         yield f"{who}: {content}"
     for call in calls:
         given = call.get("arguments")

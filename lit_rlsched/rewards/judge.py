@@ -10,7 +10,7 @@ from typing import Any
 
 from lit_rlsched.rewards.functions import Completion
 from lit_rlsched.settings import RemembersInit, UsageError
-from lit_rlsched.text import REDACTED, as_text, content_of
+from lit_rlsched.text import REDACTED, as_text, content_text
 from lit_rlsched.types import stable_hash
 
 CONTROL_TOKENS = re.compile(
@@ -353,7 +353,7 @@ def _shown(chat: str | Sequence[Mapping[str, Any]]) -> str:
     """Return a transcript; of a single message its content, if that does not look like one."""
     if not isinstance(chat, str) and len(chat) == 1:
         (message,) = chat
-        content = content_of(message)
+        content = content_text(message.get("content") or "")
         said = {name for name, value in message.items() if value}
         if said <= {"role", "content"} and not TRANSCRIPT.search(content):
             return content
