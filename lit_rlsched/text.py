@@ -27,7 +27,7 @@ def printable(value: Any) -> Any:
     return value
 
 
-def content_text(content: str | Sequence[Any]) -> str:
+def content_text(content: Any) -> str:
     """Return the content of a message as text: text parts are joined, other lists are printed."""
     if isinstance(content, str):
         return content
