@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rlsched.settings import UsageError
@@ -27,17 +27,56 @@ def printable(value: Any) -> Any:
     return value
 
 
+def content_text(content: Any) -> str:
+    """Return the content of a message as text: text parts are joined, other lists are printed."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content) if are_text(content) else str(content)
+
+
+def are_text(content: Sequence[Any]) -> bool:
+    """Return whether the content of a message is a list of text parts."""
+    parts = [part for part in content if isinstance(part, dict) and part.keys() == {"type", "text"}]
+    kinds = {(part["type"], type(part["text"])) for part in parts}
+    return len(parts) == len(content) and kinds == {("text", str)}
+
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which templates keep a thought."""
+
+
 def as_text(chat: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a text as it is, and a chat with a line for each message and its calls."""
+    """Return a text as it is, and a chat as a transcript.
+
+    Each thought, content and call begins a line that says whose it is. Its further lines are
+    indented, so that no text passes for another message.
+    """
     if isinstance(chat, str):
         return chat
-    lines = []
-    for message in chat:
-        functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
-        calls = [f"{f.get('name')}({json.dumps(f.get('arguments'))})" for f in functions]
-        content = message.get("content") or ""
-        lines.append(f"{message.get('role')}: {' '.join(filter(None, [content, *calls]))}")
-    return "\n".join(lines)
+    turns = ("\n".join("\n    ".join(part.splitlines()) for part in _parts(m)) for m in chat)
+    return str(printable("\n\n".join(turns)))
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the thought, the content and the calls of a message."""
+    who = str(message.get("role"))
+    if name := message.get("name"):
+        who += f" {_plain_name(name)}"
+    thoughts = [f"{who} thinks: {message[key]}" for key in THOUGHTS if message.get(key)]
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    yield from thoughts
+    if (content := content_text(message.get("content") or "")) or not (thoughts or calls):
+        yield f"{who}: {content}"
+    for call in calls:
+        given = call.get("arguments")
+        if not isinstance(given, str):
+            given = json.dumps({} if given is None else given, ensure_ascii=False, default=str)
+        yield f"{who} calls {_plain_name(call.get('name'))}({given})"
+
+
+def _plain_name(name: Any) -> str:
+    """Return the name of a tool, in quotes if it is none: a model may write anything there."""
+    return name if re.fullmatch(r"[\w.-]{1,64}", str(name)) else json.dumps(name)
 
 
 def counted(number: int, noun: str) -> str:

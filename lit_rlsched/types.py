@@ -195,6 +195,8 @@ class Completion:
     """Values that reward functions passed to `log_metric`."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Its turns and the replies of tools as chat messages, if it may call tools."""
+    observation: str = ""
+    """What `reset` of its environment has returned: the end of its prompt."""
     waited: int = 0
     """Decode steps that passed while its tools ran."""
     environment_state: str = field(default="", repr=False)
@@ -281,6 +283,15 @@ class Completion:
         return version - next(authors, version)
 
     @property
+    def own_ids(self) -> Sequence[int]:
+        """TRL's `completion_ids`: its tokens without those that an environment has begun it with.
+
+        These are the end of the prompt.
+        """
+        author, tokens = self.segments[0] if self.segments else (None, 0)
+        return self.token_ids[tokens:] if author == ENVIRONMENT else self.token_ids
+
+    @property
     def drawn(self) -> int:
         """Number of tokens that policies have drawn, without those of an environment."""
         drawn = len(self.token_ids)
@@ -355,6 +366,14 @@ class Sample:
     def id(self) -> str:
         """Id of its request and of its spans in a trace."""
         return f"{self.group.id}/{self.completion.index}"
+
+    @property
+    def prompt(self) -> str | list[dict[str, Any]]:
+        """TRL's `prompts` of one completion: what `reset` has returned ends the last message."""
+        prompt, observation = self.group.prompt.text, self.completion.observation
+        if not observation or isinstance(prompt, str):
+            return prompt
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
     @property
     def token_ids(self) -> list[int]:

@@ -84,7 +84,7 @@ def main(folder, model, tokenizer, partial, place):
     )
     trainer.fit(module, datamodule=data, ckpt_path="last")
     rows = [json.loads(row) for row in (folder / "completions.jsonl").read_text().splitlines()]
-    drawn = [[row[name] for name in ("completion", "Notes", "round")] for row in rows]
+    drawn = [[row[name] for name in ("prompt", "completion", "Notes", "round")] for row in rows]
     torch.save([p.detach() for p in module.parameters()], folder / "weights.pt")
     figures = {
         "completions": hashlib.sha256(json.dumps(drawn).encode()).hexdigest(),

@@ -22,7 +22,7 @@ from lit_rlsched.run.wandb_runs import log_artifact
 from lit_rlsched.settings import check_count
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Completion, Group, Sample
 
 SHOWN_ROWS = 512
 """Most rows of the table at W&B, if that is more than two rounds: the newest round, and rounds in
@@ -130,7 +130,7 @@ def _row(
     scores = dict(zip(names, completion.scores or [], strict=False))
     before = {
         "step": round.version,
-        "prompt": group.prompt.text,
+        "prompt": Sample(group, completion).prompt,
         "completion": completion.shown,
     }
     after = {

@@ -1,6 +1,6 @@
 """Turns rows of data sets and tasks into tokenised prompts, and draws them in order.
 
-Imports `types`, `_lazy`, `settings`.
+Imports `types`, `_lazy`, `settings`, `text`.
 """
 
 from typing import TYPE_CHECKING

@@ -6,12 +6,13 @@ from datetime import datetime
 from typing import Any
 
 from lit_rlsched.settings import UsageError, check_template_kwargs
+from lit_rlsched.text import THOUGHTS
 
 PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs", "environment")
 """Columns that decide the tokens of a prompt."""
 NO_PROMPT = [{"role": "user", "content": ""}]
 """The chat of a row without `prompt`, as in TRL: its environment says what follows."""
-_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+_INSTEAD_OF_CONTENT = ("tool_calls", *THOUGHTS)
 """Keys that a message may have in place of a content."""
 
 

@@ -104,17 +104,12 @@ class ToolChat:
     def opening(
         self,
         prompt: Sequence[Mapping[str, Any]],
-        observation: str | None,
         schemas: Sequence[Any],
         row: Mapping[str, Any],
     ) -> list[int]:
-        """Return the tokens of a prompt to whose last message an observation is added."""
-        messages = [*prompt]
-        if observation is not None:
-            last = messages[-1]
-            messages[-1] = {**last, "content": str(last.get("content", "")) + observation}
-        row = {**row, "prompt": messages}
-        return self._render(messages, tool_arguments(row, self._settings, schemas))
+        """Return the tokens of a prompt, to whose last message an observation was added."""
+        given = tool_arguments({**row, "prompt": prompt}, self._settings, schemas)
+        return self._render(prompt, given)
 
     def _ids(
         self,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from lit_rlsched.rewards.functions import Completion, text_of
+from lit_rlsched.rewards.functions import Completion
 from lit_rlsched.settings import RemembersInit, UsageError
-from lit_rlsched.text import REDACTED
+from lit_rlsched.text import REDACTED, as_text, content_text
 from lit_rlsched.types import stable_hash
 
 CONTROL_TOKENS = re.compile(
@@ -21,6 +21,8 @@ KEYS = re.compile(
     r"(?i)\b(?:bearer|basic)\s+\S+|\b(?:sk|pk|rk|hf|gsk|xai|key|api|token)[-_][\w*.-]{6,}"
 )
 """Strings that look like keys, shortened ones (`sk-ab***yz`) included."""
+TRANSCRIPT = re.compile(r"(?im)^\s*(assistant|tool|user|system)\b")
+"""Begins a line of a transcript."""
 CLOSERS = set("\"'`)]}>")
 """Single characters that count as closing delimiters."""
 
@@ -126,12 +128,12 @@ class Judge(RemembersInit, ABC):
 
     Args:
         rubric: What a high and a low grade mean; replaces `{rubric}` in the template.
-        template: The question. `{prompt}` and `{completion}` are replaced by their text,
-            `{lowest}` and `{highest}` by `score_range`, `{mark}` by a hash of all texts, which no
-            text can contain (use it to mark the end of the completion), and any other `{column}` by
-            the row's value, such as a reference `{answer}`. Write other braces twice. If a text
-            contains a control token of a chat template, or the words that follow its field in the
-            template, these are spelled out.
+        template: The question. `{prompt}` and `{completion}` are replaced by their text (a chat of
+            several messages or calls: a transcript), `{lowest}` and `{highest}` by `score_range`,
+            `{mark}` by a hash of all texts, which no text can contain (use it to mark the end of
+            the completion), and any other `{column}` by the row's value, such as a reference
+            `{answer}`. Write other braces twice. If a text contains a control token of a chat
+            template, or the words that follow its field in the template, these are spelled out.
         score_pattern: Regular expression with one group: the grade.
         score_range: Lowest and highest grade.
         max_tokens: Maximum number of tokens in the judge's answer.
@@ -262,7 +264,7 @@ class Judge(RemembersInit, ABC):
                 f"`{type(self).__name__}(template=...)` names {sorted(missing)}, of which the data "
                 "has no column. Add it to every row, or double the braces."
             )
-        texts = {**columns, "prompt": _as_text(prompt), "completion": text_of(completion)}
+        texts = {**columns, "prompt": _shown(prompt), "completion": _shown(completion)}
         tokens = self.control_tokens()
         fields = {
             name: quoted(text, self._delimiters.get(name, ""), tokens)
@@ -291,7 +293,9 @@ class Judge(RemembersInit, ABC):
         if not grades:
             raise Unparsed(f"no grade in {answer[-200:]!r}")
         # a pattern of bare numbers marks nothing as a grade, so that it finds no quotation either
-        matches = self._pattern.finditer(text_of(completion))
+        shown = _shown(completion)
+        texts = (shown, shown.replace("\\", ""))  # the arguments of a call are escaped
+        matches = (found for text in texts for found in self._pattern.finditer(text))
         quotations = {_number(found[1]) for found in matches if found[0].strip() != found[1]}
         own = [grade for grade in grades if _number(grade) not in quotations]
         if not own:
@@ -345,12 +349,15 @@ class Judge(RemembersInit, ABC):
         logger.warning("`%s` gave no score for a completion: %s: %s", self.__name__, kind, reason)
 
 
-def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+def _shown(chat: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a transcript; of a single message its content, if that does not look like one."""
+    if not isinstance(chat, str) and len(chat) == 1:
+        (message,) = chat
+        content = content_text(message.get("content") or "")
+        said = {name for name, value in message.items() if value}
+        if said <= {"role", "content"} and not TRANSCRIPT.search(content):
+            return content
+    return as_text(chat)
 
 
 def _number(grade: str) -> float | str:

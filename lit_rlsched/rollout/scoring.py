@@ -83,11 +83,11 @@ class Scorer:
 
     def read(self, completion: Completion) -> None:
         """Set the text of a completion, which checkpoints leave out."""
-        completion.text = completion.text or self.decode(completion.token_ids)
+        completion.text = completion.text or self.decode(completion.own_ids)
 
     def submit(self, group: Group, completion: Completion) -> None:
         """Start scoring a finished completion."""
-        completion.text = self.decode(completion.token_ids)
+        completion.text = self.decode(completion.own_ids)
         if completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
@@ -109,7 +109,7 @@ class Scorer:
         """
         if not self.scores_drafts:
             return
-        completion.text = self.decode(completion.token_ids)
+        completion.text = self.decode(completion.own_ids)
         self._ahead[f"{group.id}/{completion.index}"] = _Ahead(completion.token_ids)
         self._start(group, completion)
 
@@ -160,9 +160,9 @@ class Scorer:
         if answer is completion.text and not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
         return {
-            "prompt": group.prompt.text,
+            "prompt": Sample(group, completion).prompt,
             "completion": answer,
-            "completion_ids": completion.token_ids,
+            "completion_ids": completion.own_ids,
             "columns": {**group.prompt.columns, "finish_reasons": completion.finish_reason},
             "trainer_state": self.trainer_state(self.version),
         }

@@ -303,12 +303,14 @@ class Turns:
         restored = repeats and self._repeats[sample.id].restored
         if environment.factory is None or restored:  # the prompt is whole
             return self._repeat(sample) if repeats else "decodes"
-        assert not isinstance(prompt.text, str), "checked at the start"
-        schemas = environment.schemas
-        ids = self._chat.opening(prompt.text, observation, schemas, prompt.columns)
+        before, sample.completion.observation = sample.completion.observation, observation or ""
+        messages = sample.prompt
+        assert not isinstance(messages, str), "checked at the start"
+        ids = self._chat.opening(messages, environment.schemas, prompt.columns)
         begun, more = tuple(ids[: len(prompt.token_ids)]), ids[len(prompt.token_ids) :]
         fits = len(more) < sample.group.sampling.max_completion_length
         if begun != prompt.token_ids or not fits:
+            sample.completion.observation = before  # the model does not see the new one
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
         if repeats:
             return self._same(sample, more)

@@ -12,7 +12,7 @@ from lit_rlsched.run.trainer import is_partial_check, log_now
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.round import no_rewards, reward_matrix
 from lit_rlsched.training.run_settings import EvaluationSettings
-from lit_rlsched.types import Completion, Group, Prompt
+from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 
 class Evaluated:
@@ -140,7 +140,7 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
         for completion in group.completions:
             row = {
                 "uid": group.prompt.uid,
-                "prompt": group.prompt.text,
+                "prompt": Sample(group, completion).prompt,
                 "completion": completion.shown,
                 "temperature": group.sampling.temperature,
                 "completion_length": completion.drawn,

@@ -1,6 +1,7 @@
-"""Environment classes of TRL scripts, unchanged, in TRL's trainer and here: tokens, masks, loss."""
+"""Environment classes of TRL scripts, unchanged, in TRL's trainer and here."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lit_rlsched.environments.chat import ToolChat
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rewards.scheduler import RewardScheduler
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.training.advantages import group_relative
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -87,7 +89,7 @@ def rows_of(given, kinds):
 
 
 def of_trl(policy, tokenizer, factory, rewards, rows, turns, folder):
-    """What TRL's trainer makes of the turns, and its loss."""
+    """What TRL's trainer makes of the turns, its loss, and what its reward functions see."""
     config = GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -101,9 +103,15 @@ def of_trl(policy, tokenizer, factory, rewards, rows, turns, folder):
         loss_type="dapo",
         disable_dropout=True,
     )
+    seen = []
+
+    def see(prompts, completions, completion_ids, **columns):
+        seen.extend(zip(*map(deepcopy, (prompts, completions, completion_ids)), strict=True))
+        return [None] * len(prompts)
+
     trainer = GRPOTrainer(
         model=policy,
-        reward_funcs=[*rewards],  # to which TRL appends
+        reward_funcs=[*rewards, see],
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -136,7 +144,7 @@ def of_trl(policy, tokenizer, factory, rewards, rows, turns, folder):
     trainer.model.train()
     batch = trainer._generate_and_score_completions(inputs)
     loss = trainer._compute_loss(trainer.model, batch)
-    return begun, batch, loss.detach()
+    return begun, batch, loss.detach(), seen
 
 
 def of_ours(policy, tokenizer, factory, rewards, rows, turns):
@@ -147,16 +155,7 @@ def of_ours(policy, tokenizer, factory, rewards, rows, turns):
     chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
     table = load_rows(rows, has_objects=True)
     prompts = make_prompts(table, tokenizer, max_prompt_length=999, environments=environments)
-
-    def row(group, completion):
-        return {
-            "prompt": group.prompt.text,
-            "completion": completion.shown,
-            "completion_ids": completion.token_ids,
-            "columns": group.prompt.columns,
-            "trainer_state": None,
-        }
-
+    row = Scorer(scheduler, tokenizer.decode).arguments
     controlled = Turns(environments, chat, workers, 0, row)
     groups, left = [], {}
     for prompt in prompts:
@@ -176,12 +175,23 @@ def of_ours(policy, tokenizer, factory, rewards, rows, turns):
                 controlled.ended(sample)
     controlled.close()
     scheduler.close()
-    return groups
+    seen = [row(group, completion) for group in groups for completion in group.completions]
+    names = ("prompt", "completion", "completion_ids")
+    return groups, [tuple(each[name] for name in names) for each in seen]
+
+
+def without_ids(completion):
+    """Messages without the ids of calls, which TRL leaves out."""
+    messages = [{k: v for k, v in m.items() if k != "tool_call_id"} for m in completion]
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{k: v for k, v in c.items() if k != "id"} for c in calls]
+    return messages
 
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gemma4"])
-def test_classes_of_trl_scripts_give_the_same_tokens_masks_and_loss(name, given, tmp_path):
+def test_classes_of_trl_scripts_give_the_same_to_policy_and_rewards(name, given, tmp_path):
     factory, kinds, rewards = GIVEN[given]
     # TRL replaces this one by its own, which appends
     theirs, tokenizer = (tokenizer_of(n) for n in (name, name.replace("qwen3", "qwen3_training")))
@@ -189,8 +199,9 @@ def test_classes_of_trl_scripts_give_the_same_tokens_masks_and_loss(name, given,
     torch.manual_seed(0)
     policy = small_model(tokenizer).double()
     rows, turns = rows_of(given, kinds), turns_of(name, kinds, tokenizer)
-    prompt_ids, batch, loss = of_trl(policy, theirs, factory, rewards, rows, turns, tmp_path)
-    groups = of_ours(policy, tokenizer, factory, rewards, rows, turns)
+    prompt_ids, batch, loss, seen = of_trl(policy, theirs, factory, rewards, rows, turns, tmp_path)
+    groups, also = of_ours(policy, tokenizer, factory, rewards, rows, turns)
+    assert [(prompt, without_ids(answer), [*ids]) for prompt, answer, ids in also] == seen
     ours = [(g, c) for g in groups for c in g.completions]
     lengths = batch["completion_mask"].sum(1).tolist()
     whole, masks = [], []

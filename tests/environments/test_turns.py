@@ -17,7 +17,7 @@ from placements import on_ray
 from seen_rounds import weights
 from transformers import AutoTokenizer
 from worlds import CHATS as ROWS
-from worlds import Troubled, look, notes, with_tools
+from worlds import Troubled, look, notes
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
@@ -34,13 +34,6 @@ from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VL
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import ENVIRONMENT, Sample
-
-
-@pytest.fixture(scope="module")
-def tools_tokenizer(exact_model, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("tools"))
-    with_tools(AutoTokenizer.from_pretrained(exact_model)).save_pretrained(folder)
-    return folder
 
 
 class Seen(RolloutCallback):
@@ -91,9 +84,19 @@ def run(exact_model, tools_tokenizer, tmp_path):
             rows, rewards, tokenizer=tools_tokenizer, **{**settings, **data}
         )
         trainer.fit(module, datamodule=datamodule, ckpt_path=ckpt_path)
+        tokenizer = AutoTokenizer.from_pretrained(tools_tokenizer)
+        for sample in (s for round in seen.rounds for s in round.samples):
+            assert_prompt_is_what_the_policy_saw(sample, tokenizer)
         return module, seen.rounds
 
     return run
+
+
+def assert_prompt_is_what_the_policy_saw(sample, tokenizer):
+    """Whatever has become of a completion, its readers get the prompt that its tokens go on."""
+    if len(sample.completion.token_ids):
+        prompt = tokenizer.apply_chat_template(sample.prompt, add_generation_prompt=True)
+        assert [*prompt["input_ids"], *sample.completion.own_ids] == sample.token_ids
 
 
 def drawn(rounds):

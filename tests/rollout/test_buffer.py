@@ -40,6 +40,7 @@ def completions(draw, index, scored):
         extra=draw(extras),
         logged=draw(logs),
         messages=draw(st.sampled_from([[], [{"role": "tool", "content": "\ud83d", "n": None}]])),
+        observation=draw(st.sampled_from(["", "TASK"])),
         waited=draw(st.integers(0, 9)),
         environment_state=draw(st.sampled_from(["", "gASVAA=="])),
         dropped=draw(st.sampled_from([None, "nonfinite_logprob"])),

@@ -156,4 +156,4 @@ def complete(
         if not keeps_drafts:
             completion.draft = None
         if completion.finished:
-            completion.text = decode(completion.token_ids)
+            completion.text = decode(completion.own_ids)
