@@ -341,7 +341,7 @@ class ToolChat:
             if whole[start : start + len(header)] == header:  # as DiffusionGemma, behind a reply
                 start += len(header)
             ends = [i for i in range(start, len(whole)) if whole[i] in self._end_tokens]
-            turn = whole[start : ends[0] + 1] if ends else whole[start:]
+            turn = whole[start : ends[-1] + 1] if ends else whole[start:]
             wanted = [(name, json.dumps(given, sort_keys=True)) for name, given in calls]
             yield _Example(whole[:start], turn, wanted, chat[-1]["content"])
 
