@@ -294,13 +294,16 @@ class ToolChat:
                 f"{self._name}, or the tokenizer's `response_template`, fails at a chat with tools "
                 f"({type(error).__name__}: {error}). Set another one."
             ) from None
-        later, call, *_ = examples
+        later, call, bare, *_ = examples
         for reader in readers:
             if all(self._reads(reader, example) for example in examples):
                 return reader
         # what a user sets may be for another syntax, or for words alone
         if own and self._reads(readers[0], later) and self._reads(readers[0], call, some=True):
             return readers[0]
+        for reader in readers:  # values in a form of the template's own, and an example of a call
+            if self._reads(reader, later) and self._reads(reader, bare) and self._shown(reader):
+                return reader
         raise UsageError(
             f"{self._name} writes tool calls in a way that is not known: "
             f"{self._decode(call.turn)!r} is not read as the call that it is. Set the tokenizer's "
@@ -319,6 +322,15 @@ class ToolChat:
             if some
             else (found == example.calls and message["content"].startswith(example.text))
         )
+
+    def _shown(self, reader: Reader) -> bool:
+        """Return whether the source of the template has a call with arguments."""
+        source = self._tokenizer.get_chat_template(self._settings.get("chat_template"))
+        try:
+            message = self._tokenizer.parse_response(source, reader.template, prefix="")
+            return any(map(_arguments, _functions(message.get("tool_calls", ()))))
+        except Exception:
+            return False
 
     def _examples(self) -> Iterator[_Example]:
         """Yield turns as the template renders them: the first has no call."""

@@ -163,6 +163,22 @@ def test_a_template_whose_calls_are_not_read_back_is_refused(name):
         chat_of(name)
 
 
+def test_a_template_that_only_shows_how_values_are_written_is_read_as_it_shows():
+    tagged = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+    headers, call = CHATML, tagged.format("{{ f.name }}", "{{ f.arguments or '' }}")
+    example = tagged.format("one", "<parameter=p>\nv\n</parameter>\n")
+    for shown in (example, ""):
+        tokenizer = byte_tokenizer("{#" + shown + "#}" + template(headers, call), "<|im_end|>")
+        if not shown:
+            with pytest.raises(UsageError, match="writes tool calls in a way that is not known"):
+                ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+            continue
+        chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+        turn = tokenizer(example, add_special_tokens=False)["input_ids"]
+        before, _ = drawn(tokenizer, [USER, turn_of([("add", {})])])
+        assert chat.calls(before, turn, TOOLS)[1] == [Call("one", {"p": "v"})]
+
+
 def read(name, text):
     """What a chat reads from a turn with this text."""
     tokenizer, chat = chat_of(name)
