@@ -93,9 +93,10 @@ class ToolChat:
         Raises:
             ValueError: a call is not whole. Others are possible.
         """
-        message = self._tokenizer.parse_response(
+        parsed = self._tokenizer.parse_response(
             self._decode(turn), reader.template, prefix=self._decode(before), tools=list(schemas)
         )
+        message: dict[str, Any] = {"role": "assistant", **parsed}
         content = str(message.get("content") or "").strip()
         if turn and turn[-1] in self._end_tokens:
             content = content.removesuffix(self._decode(turn[-1:]))
@@ -337,7 +338,7 @@ class ToolChat:
         user = _dummy()[0]
         header = self._ids([user], add_generation_prompt=True)[self._user_turn :]
         one = [user, _turn(("f", _VALUES))]
-        chats = [
+        chats: list[tuple[list[dict[str, Any]], list[tuple[str, Any]]]] = [
             ([*one, *_replies(_F), {"role": "assistant", "content": "8"}], []),
             (one, [("f", _VALUES)]),
             ([*one, *_replies(_F), _turn(("g", {}))], [("g", {})]),
