@@ -7,12 +7,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma4": "<|tool_response>"}
+END = {
+    "qwen": "<|im_end|>",
+    "nemotron": "<|im_end|>",
+    "llama": "<|eot_id|>",
+    "gemma4": "<|tool_response>",
+    "glm": "<|observation|>",
+}
 
 
 def tokenizer_of(name):
     """A byte tokenizer with the template and the end token of a family."""
     end = next(end for family, end in END.items() if name.startswith(family))
+    return byte_tokenizer((TEMPLATES / f"{name}.jinja").read_text(), end)
+
+
+def byte_tokenizer(chat_template, end):
+    """A byte tokenizer with a chat template and its end token."""
     special = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|turn>", "<turn|>", "<|tool_response>"]
     headers = ["<|start_header_id|>", "<|end_header_id|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -21,9 +32,7 @@ def tokenizer_of(name):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([*special, *headers])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=end,
-        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
+        tokenizer_object=backend, eos_token=end, chat_template=chat_template
     )
 
 

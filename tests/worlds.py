@@ -31,7 +31,7 @@ RESPONSE = {
                 "function": {"name": "look", "arguments": {"key": "{content}"}},
             },
         },
-        "content": {"close_pattern": "$", "content": "text"},
+        "content": {"close_pattern": "<eos>|$", "content": "text"},
     },
 }
 """A turn with a letter from n to z calls `look` with what follows."""

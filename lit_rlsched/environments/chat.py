@@ -1,10 +1,12 @@
 """Tool calls and replies in a chat template: tokens are parsed and appended, never made again."""
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from lit_rlsched.data.messages import tool_arguments
+from lit_rlsched.environments.response_templates import Reader, known, load
 from lit_rlsched.settings import UsageError
 
 _ENDS = ("add_generation_prompt", "continue_final_message", "tools")
@@ -18,6 +20,16 @@ class Call(NamedTuple):
     arguments: Any
 
 
+class _Example(NamedTuple):
+    """A turn as the template renders it, the tokens before it, and what has to be read from it."""
+
+    before: list[int]
+    turn: list[int]
+    calls: list[tuple[str, str]]
+    """Names of tools, and arguments as JSON."""
+    text: str
+
+
 class ToolChat:
     """Reads tool calls from drawn tokens, and makes the tokens of replies.
 
@@ -27,13 +39,14 @@ class ToolChat:
 
     Args:
         tokenizer: Tokenizer with a chat template. Its `response_template` says how calls are
-            written; without one, it is that of the template's family.
+            written. Without one, or if it does not read what the chat template renders, the known
+            one that does is taken.
         settings: Arguments for `apply_chat_template`.
         end_tokens: Ids of the tokens that end a turn.
 
     Raises:
         UsageError: the template has no tools, changes earlier turns, or writes calls in a way that
-            is not known.
+            nothing reads.
     """
 
     def __init__(
@@ -46,8 +59,9 @@ class ToolChat:
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._name = f"The chat template of `{getattr(tokenizer, 'name_or_path', '')}`"
         self._check_renders_tools()
-        self._check_appends()
-        self._parse_by = getattr(tokenizer, "response_template", None) or self._known_template()
+        self._several_calls = self._check_appends()
+        self._reads_ids = self._several_calls and self._renders_ids()
+        self._reader = self._find_reader()
 
     def calls(
         self, before: Sequence[int], turn: Sequence[int], schemas: Sequence[Mapping[str, Any]]
@@ -62,22 +76,75 @@ class ToolChat:
             schemas: JSON schemas of the tools; arguments get their types from them.
         """
         try:
-            message = self._tokenizer.parse_response(
-                list(turn), self._parse_by, prefix=list(before), tools=list(schemas)
-            )
-            calls = [_call(each) for each in message.get("tool_calls") or ()]
+            return self._parsed(self._reader, before, turn, schemas)
         except Exception:  # a model writes what no parser expects
-            message, calls = None, []
-        if message is None:
-            text = self._tokenizer.decode(list(turn), skip_special_tokens=True)
+            text = self._decode(turn, skip_special_tokens=True)
             return {"role": "assistant", "content": text}, []
-        end = self._tokenizer.eos_token or ""
-        message["content"] = str(message.get("content") or "").removesuffix(end)
+
+    def _parsed(
+        self,
+        reader: Reader,
+        before: Sequence[int],
+        turn: Sequence[int],
+        schemas: Sequence[Mapping[str, Any]],
+    ) -> tuple[dict[str, Any], list[Call]]:
+        """Return the message of a turn and the calls in it.
+
+        Raises:
+            ValueError: a call is not whole. Others are possible.
+        """
+        parsed = self._tokenizer.parse_response(
+            self._decode(turn), reader.template, prefix=self._decode(before), tools=list(schemas)
+        )
+        message: dict[str, Any] = {"role": "assistant", **parsed}
+        content = str(message.get("content") or "").strip()
+        if turn and turn[-1] in self._end_tokens:
+            content = content.removesuffix(self._decode(turn[-1:]))
+        if reader.begin.search(content):
+            raise ValueError("a call that is not whole")
+        message["content"] = content
+        functions = [*_functions(message.pop("tool_calls", ()))]
+        calls = [Call(str(function["name"]), _arguments(function)) for function in functions]
+        if calls:
+            message["tool_calls"] = [
+                _calling(*call, function.get("id") or (_id(at) if self._reads_ids else None))
+                for at, (call, function) in enumerate(
+                    zip(calls, functions, strict=True), len(before)
+                )
+            ]
         return message, calls
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(
+            list(ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
 
     def ends(self, token: int) -> bool:
         """Return whether a token ends a turn where it is drawn."""
         return token in self._ends
+
+    def replies(
+        self, message: Mapping[str, Any], answers: Sequence[tuple[str, str, bool]]
+    ) -> list[dict[str, str]]:
+        """Return the messages of replies, each with the id of its call if that has one.
+
+        Args:
+            message: Message of the turn with the calls.
+            answers: Name and reply of each call, and whether it failed. Those of one tool are in
+                the order of its calls.
+        """
+        ids: dict[str, list[str]] = {}
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                ids.setdefault(call["function"]["name"], []).append(call["id"])
+        messages = []
+        for name, content, _ in answers:
+            its = {"tool_call_id": ids[name].pop(0)} if ids.get(name) else {}
+            messages.append({"role": "tool", "name": name, **its, "content": content})
+        return messages
 
     def reply(
         self, messages: Sequence[Mapping[str, str]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
@@ -85,7 +152,7 @@ class ToolChat:
         """Return the tokens of replies, and of the beginning of the next turn.
 
         Args:
-            messages: Messages with `role` (`tool`), `name` and `content`.
+            messages: Messages with `role` (`tool`), `name` and `content`, perhaps `tool_call_id`.
             room: Maximum number of tokens; None is returned if there are more.
             row: Columns of the row, which may have arguments for the template.
 
@@ -94,9 +161,12 @@ class ToolChat:
         """
         if sum(len(message["content"]) for message in messages) > room * self._longest_token:
             return None
-        dummy = _dummy(messages[0]["name"])  # some templates begin a reply with the call's name
+        # some templates take the name of a reply from its call, which they find by its id
+        replies = [{"tool_call_id": _id(i), **message} for i, message in enumerate(messages)]
+        calls = [(reply["name"], reply["tool_call_id"]) for reply in replies]
+        dummy = _dummy(*(calls if self._several_calls else calls[:1]))
         before = self._to_end(self._ids(dummy, row))
-        ids = self._ids([*dummy, *messages], row, add_generation_prompt=True)
+        ids = self._ids([*dummy, *replies], row, add_generation_prompt=True)
         if ids[: len(before)] != before:
             raise ValueError(f"the template changes the call of {dummy[-1]['tool_calls']}")
         return ids[len(before) :] if len(ids) - len(before) <= room else None
@@ -116,11 +186,13 @@ class ToolChat:
         messages: Sequence[Mapping[str, Any]],
         row: Mapping[str, Any] = _NO_COLUMNS,
         add_generation_prompt: bool = False,
+        **tools: Any,
     ) -> list[int]:
-        """Return the tokens of a chat, without tools."""
+        """Return the tokens of a chat, without tools unless they are given."""
         given = tool_arguments({**row, "prompt": messages}, self._settings, ())
         given = {name: value for name, value in given.items() if name not in _ENDS}
-        return self._render(messages, {**given, "add_generation_prompt": add_generation_prompt})
+        given["add_generation_prompt"] = add_generation_prompt
+        return self._render(messages, {**given, **tools})
 
     def _render(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[int]:
         ids: list[int] = self._tokenizer.apply_chat_template(
@@ -161,22 +233,25 @@ class ToolChat:
                 "messages of the role `tool`."
             )
 
-    def _check_appends(self) -> None:
-        """Refuse a template that renders earlier turns in another way once others follow."""
-        one, two = _dummy("f"), _dummy("f", "g")
-        reply: list[dict[str, Any]] = [{"role": "tool", "name": "f", "content": "dummy"}]
-        replies = [*reply, {"role": "tool", "name": "g", "content": "dummy"}]
-        later: list[dict[str, Any]] = [*one, *reply, one[1]]
+    def _check_appends(self) -> bool:
+        """Return whether a turn may have several calls.
+
+        Raises:
+            UsageError: earlier turns are rendered in another way once others follow.
+        """
+        one, two, several = _dummy(_F), _dummy(_F, _G), True
+        later = [*one, *_replies(_F), one[1]]
         cases = {
-            "a reply": (one, [*one, *reply]),
-            "the replies of two tools": (two, [*two, *replies]),
-            "a second turn": (later, [*later, *reply]),
+            "a reply": (one, [*one, *_replies(_F)]),
+            "the replies of two tools": (two, [*two, *_replies(_F, _G)]),
+            "a second turn": (later, [*later, *_replies(_F)]),
         }
         for what, (chat, more) in cases.items():
             try:
                 before, after = self._to_end(self._ids(chat)), self._ids(more)
             except Exception as error:
                 if chat is two:  # Llama 3 has one call a turn
+                    several = False
                     continue
                 raise UsageError(
                     f"{self._name} fails ({type(error).__name__}: {error}) at {what}. Use a model "
@@ -188,109 +263,198 @@ class ToolChat:
                     "drawn cannot change: set a `chat_template` that only appends, such as the "
                     "training template of the model's family."
                 )
+        return several
 
-    def _known_template(self) -> dict[str, Any]:
-        chat_template = str(self._settings.get("chat_template") or self._tokenizer.chat_template)
-        for mark, template in RESPONSE_TEMPLATES.items():
-            if mark in chat_template:
-                return template
+    def _renders_ids(self) -> bool:
+        """Return whether the template reads the ids of calls and replies."""
+        calls, without = (_F, _G), [(name, None) for name, _ in (_F, _G)]
+        with_ids = self._ids([*_dummy(*calls), *_replies(*calls)])
+        try:
+            return with_ids != self._ids([*_dummy(*without), *_replies(*without)])
+        except Exception:  # it needs them
+            return True
+
+    def _find_reader(self) -> Reader:
+        """Return what reads the calls that the template renders.
+
+        Raises:
+            UsageError: nothing does.
+        """
+        own = getattr(self._tokenizer, "response_template", None)
+        try:
+            examples = [*self._examples()]
+            readers = [load(own)] if own else []
+            readers += known(self._starts(), [self._decode([each]) for each in self._end_tokens])
+        except Exception as error:
+            raise UsageError(
+                f"{self._name}, or the tokenizer's `response_template`, fails at a chat with tools "
+                f"({type(error).__name__}: {error}). Set another one."
+            ) from None
+        later, call, bare, *_ = examples
+        for reader in readers:
+            if all(self._reads(reader, example) for example in examples):
+                return reader
+        # what a user sets may be for another syntax, or for words alone
+        if own and self._reads(readers[0], later) and self._reads(readers[0], call, some=True):
+            return readers[0]
+        for reader in readers:  # values in a form of the template's own, and an example of a call
+            if self._reads(reader, later) and self._reads(reader, bare) and self._shown(reader):
+                return reader
         raise UsageError(
-            f"{self._name} writes tool calls in a way that is not known. Set the tokenizer's "
+            f"{self._name} writes tool calls in a way that is not known: "
+            f"{self._decode(call.turn)!r} is not read as the call that it is. Set the tokenizer's "
             "`response_template`, which says how to parse them (Transformers: response parsing)."
         )
 
+    def _reads(self, reader: Reader, example: _Example, some: bool = False) -> bool:
+        """Return whether the calls of an example are read as they are, or `some` call."""
+        try:
+            message, calls = self._parsed(reader, example.before, example.turn, _TOOLS)
+        except Exception:
+            return False
+        found = [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
+        return (
+            bool(found)
+            if some
+            else (found == example.calls and message["content"].startswith(example.text))
+        )
 
-def _calling(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    def _shown(self, reader: Reader) -> bool:
+        """Return whether the source of the template has a call with arguments."""
+        source = self._tokenizer.get_chat_template(self._settings.get("chat_template"))
+        try:
+            message = self._tokenizer.parse_response(source, reader.template, prefix="")
+            return any(map(_arguments, _functions(message.get("tool_calls", ()))))
+        except Exception:
+            return False
+
+    def _examples(self) -> Iterator[_Example]:
+        """Yield turns as the template renders them: the first has no call."""
+        user = _dummy()[0]
+        header = self._ids([user], add_generation_prompt=True)[self._user_turn :]
+        one = [user, _turn(("f", _VALUES))]
+        chats: list[tuple[list[dict[str, Any]], list[tuple[str, Any]]]] = [
+            ([*one, *_replies(_F), {"role": "assistant", "content": "8"}], []),
+            (one, [("f", _VALUES)]),
+            ([*one, *_replies(_F), _turn(("g", {}))], [("g", {})]),
+        ]
+        if self._several_calls:
+            calls = [("f", _VALUES), ("g", {}), ("f", _VALUES)]
+            chats.append(([user, _turn(*calls)], calls))
+        for chat, calls in chats:
+            whole = self._ids(chat, tools=_TOOLS)
+            prompt = self._ids(chat[:-1], add_generation_prompt=True, tools=_TOOLS)
+            same = [a == b for a, b in zip(whole, prompt, strict=False)]
+            start = [*same, False].index(False)
+            if whole[start : start + len(header)] == header:  # as DiffusionGemma, behind a reply
+                start += len(header)
+            ends = [i for i in range(start, len(whole)) if whole[i] in self._end_tokens]
+            turn = whole[start : ends[-1] + 1] if ends else whole[start:]
+            wanted = [(name, json.dumps(given, sort_keys=True)) for name, given in calls]
+            yield _Example(whole[:start], turn, wanted, chat[-1]["content"])
+
+    def _starts(self) -> list[str]:
+        """Return what stands before a turn of the assistant, behind a user's turn and a reply."""
+        starts = []
+        for chat in (_dummy()[:1], [*_dummy(_F), *_replies(_F)]):
+            text = self._decode(self._ids(chat, add_generation_prompt=True))
+            added = text.removeprefix(self._decode(self._ids(chat)))
+            # where the template adds nothing, the end of the message before
+            starts.append(added if added.strip() else text.rpartition(chat[-1]["content"])[2])
+        return starts
 
 
-def _dummy(*names: str) -> list[dict[str, Any]]:
-    """Return a chat whose last turn calls these tools.
+def _id(number: int) -> str:
+    """Return an id of nine letters and digits, as Mistral's template wants them."""
+    return f"c{number:08d}"
+
+
+_F, _G = ("f", _id(0)), ("g", _id(1))
+_VALUES: dict[str, Any] = {
+    "text": ' a "b"\n  c\'s \\ é, {d: [1]}\n',
+    "integer": 7,
+    "number": -2.5,
+    "boolean": True,
+    "array": [1, "x y", {"z": False}],
+    "object": {"k": ["v"], "w": {}},
+}
+"""Arguments of each type, by its name. No null: early templates of Gemma 4 write it as `None`."""
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "dummy",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    key: {"type": "string" if key == "text" else key, "description": "dummy"}
+                    for key in parameters
+                },
+                "required": [],
+            },
+        },
+    }
+    for name, parameters in (("f", _VALUES), ("g", {}))
+]
+
+
+def _calling(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
+    """Return a call as a message has it."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, **call} if call_id else call
+
+
+def _turn(*calls: tuple[str, Any]) -> dict[str, Any]:
+    """Return a turn that calls tools with arguments."""
+    tool_calls = [_calling(*call, _id(i)) for i, call in enumerate(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+
+
+def _dummy(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
+    """Return a chat whose last turn calls tools, given by name and id.
 
     The turn has a thought, as some templates show an empty one in the last turn only.
     """
-    calls = [_calling(name, {}) for name in names]
+    tool_calls = [_calling(name, {}, call_id) for name, call_id in calls]
     thought = {"content": "", "reasoning_content": "dummy"}
     return [
         {"role": "user", "content": "dummy"},
-        {"role": "assistant", **thought, "tool_calls": calls},
+        {"role": "assistant", **thought, "tool_calls": tool_calls},
     ]
 
 
-def _call(call: Mapping[str, Any]) -> Call:
-    """Return a parsed call; it may be nested, as in OpenAI's form, or flat.
+def _replies(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
+    """Return the replies to calls, given by name and id."""
+    return [
+        {"role": "tool", "name": name, "content": "dummy", **({"tool_call_id": at} if at else {})}
+        for name, at in calls
+    ]
+
+
+def _functions(parsed: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
 
     Raises:
-        ValueError: it has no name.
+        ValueError: one has no name.
     """
-    function = call.get("function", call)
-    if not isinstance(name := function.get("name"), str):
-        raise ValueError("a call without a name")
-    arguments = function.get("arguments")
-    return Call(name, {} if arguments is None else arguments)
+    for call in [parsed] if isinstance(parsed, Mapping) else parsed:
+        if "function" in call:
+            its = {"id": call["id"]} if "id" in call else {}
+            yield from ({**its, **each} for each in _functions(call["function"]))
+        elif isinstance(call.get("name"), str):
+            yield call
+        else:
+            raise ValueError("a call without a name")
 
 
-def _text(end: str, **begin: str) -> dict[str, str]:
-    return {**begin, "close_pattern": end, "content": "text"}
-
-
-def _family(
-    begin: Mapping[str, str], end: str, calls: Mapping[str, Any], **more: Any
-) -> dict[str, Any]:
-    """Return a `response_template`: how a turn begins and ends, its calls and further fields."""
-    fields = {**more, "tool_calls": {"repeats": True, **calls}, "content": _text(end)}
-    return {"defaults": {"role": "assistant"}, **begin, "fields": fields}
-
-
-_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-_CHATML = {"start_anchor": "<|im_start|>assistant\n"}, r"<\|im_end\|>\s*"
-_THOUGHT: dict[str, Any] = {"reasoning_content": _text(r"</think>\s*", open="<think>")}
-RESPONSE_TEMPLATES: dict[str, dict[str, Any]] = {
-    "<function=": _family(  # Qwen 3.5 and later
-        *_CHATML,
-        {
-            "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-            "close_pattern": r"</tool_call>\s*",
-            "content": "xml-inline",
-            "content_args": {
-                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-                "value_parser": {"name": "text"},
-            },
-            "transform": _NAMED,
-        },
-        **_THOUGHT,
-    ),
-    "<tool_call>": _family(  # Qwen 2.5 and 3, Hermes
-        *_CHATML,
-        {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        **_THOUGHT,
-    ),
-    "<|tool_call>call:": _family(  # Gemma 4
-        {"start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)"},
-        r"(?:<turn\|>|<\|tool_response>|<eos>)\s*|$",
-        {
-            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-            "close_pattern": r"<tool_call\|>\s*",
-            "content": "json",
-            "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
-            "transform": _NAMED,
-        },
-        reasoning_content=_text(r"<channel\|>\s*", open="<|channel>thought\n"),
-    ),
-    "<|eot_id|>": _family(  # Llama 3
-        {"start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n"},
-        r"<\|eot_id\|>\s*",
-        {
-            "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
-            "close_pattern": r"\}<\|eot_id\|>\s*",
-            "content": "json",
-            "transform": _NAMED,
-        },
-    ),
-}
-"""Mark in a chat template -> how its family writes tool calls, as TRL 1.16 reads them."""
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call; OpenAI's form has an object as a JSON string."""
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            as_json = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return as_json if isinstance(as_json, dict) else arguments
+    return {} if arguments is None else arguments

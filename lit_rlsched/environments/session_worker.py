@@ -213,6 +213,9 @@ class Sessions:
         try:
             if tool is None:
                 raise ValueError(f"Tool {name} not found.")
+            if not isinstance(arguments, dict):
+                what = json.dumps(arguments)[:80]
+                raise ValueError(f"The arguments of {name} must be a JSON object, not {what}.")
             return name, text_of(await self._run(tool, **arguments)), False
         except (MemoryError, Late):
             raise

@@ -324,7 +324,7 @@ class Turns:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
         completion, repeats = sample.completion, sample.id in self._repeats
         self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
-        messages = [{"role": "tool", "name": n, "content": content} for n, content, _ in replies]
+        messages = self._chat.replies(completion.messages[-1], replies)
         have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
         room = sample.group.sampling.max_completion_length - have
         try:

@@ -54,7 +54,10 @@ def test_replies_are_the_tokens_that_trl_appends(name, content):
         chat_template_kwargs={},
     )
     one = {"role": "tool", "name": "add", "content": content}
-    for messages in ([one], [one, {**one, "name": "sub", "content": "7"}]):
+    several = [one, {**one, "content": "7"}]
+    if not name.startswith("gemma4"):  # TRL gives all replies of a turn the first name
+        several[1]["name"] = "sub"
+    for messages in ([one], several):
         assert chat.reply(messages, 512) == trl.GRPOTrainer._get_tool_suffix_ids(theirs, messages)
 
 
@@ -74,6 +77,11 @@ def test_calls_are_those_that_trl_parses(name, cut):
     theirs = utils.parse_response(
         utils.add_response_schema(tokenizer), ids, prefix=prompt, tools=list(schemas)
     )
+    if cut and "qwen3_5" in name:  # TRL calls a tool without the argument that was being written
+        assert calls == [] and message == {"role": "assistant", "content": text}
+        return
+    for call in message.get("tool_calls", ()):
+        call.pop("id", None)  # which Gemma 4 reads
     assert message == theirs
     parsed = [each["function"] for each in theirs.get("tool_calls", ())]
     assert calls == [Call(each["name"], each["arguments"]) for each in parsed]

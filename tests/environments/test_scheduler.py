@@ -81,13 +81,15 @@ def test_calls_that_fail_are_answered_as_by_trl(schedule):
         ("look", {"key": "xyz"}),
         ("sing", {}),
         ("look", {"lock": "x"}),
-        ("look", "x"),
+        ("look", ["x"]),
     ]
     scheduler.call("a", calls)
     sync, unknown, bad, no_dict, later = answers(scheduler, 1)["a"].result
     assert sync == ("look", "3", False)
     assert unknown == ("sing", "{'error': 'Tool sing not found.'}", True)
-    assert bad[2] and "lock" in bad[1] and no_dict[2]
+    assert bad[2] and "lock" in bad[1]
+    why = """{'error': 'The arguments of look must be a JSON object, not ["x"].'}"""
+    assert no_dict == ("look", why, True)
     assert later == ("wait_and_look", "2", False)  # async calls come after sync ones
 
 

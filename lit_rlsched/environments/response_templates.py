@@ -1,0 +1,124 @@
+"""How models write tool calls, for Transformers' response parsing: each syntax, and what is added.
+
+The chat template itself tells which syntax is its own: the one that reads back what it renders.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_THOUGHTS = ["<think>", "<|channel>thought\n"]
+
+
+class Reader(NamedTuple):
+    """A response template, as Transformers has loaded it, and what a call begins with."""
+
+    template: Any
+    begin: Any
+
+
+def load(template: Mapping[str, Any], whole: str | None = None) -> Reader:
+    """Load a response template so that no text is lost and no call is read that is not whole.
+
+    Text before, between and behind calls is joined; Transformers keeps the last part. A call begins
+    where its end follows; Transformers also reads one that the end of the turn cuts off.
+
+    Args:
+        template: The response template.
+        whole: Pattern of what follows the beginning of a whole call; None: anything up to its end.
+
+    Raises:
+        ValueError: it is not a response template.
+    """
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    given = load_response_template({**template})
+    if "tool_calls" not in given.fields or given.fields["tool_calls"].open_re is None:
+        raise ValueError("it has no field `tool_calls` that says how a call begins")
+    fields = {name: {**field} for name, field in template["fields"].items()}
+    for field in fields.values():
+        if field.get("content", "text") == "text" and not {"repeats", "transform"} & {*field}:
+            field |= {"repeats": True, "join": "\n"}
+    calls = fields["tool_calls"]
+    begin, close = given.fields["tool_calls"].open_re, given.fields["tool_calls"].close_re
+    if close is not None:
+        calls.pop("open", None)
+        whole = whole or rf"[\s\S]*?(?:{close.pattern})"
+        calls["open_pattern"] = rf"(?:{begin.pattern})(?={whole})"
+    return Reader(load_response_template({**template, "fields": fields}), begin)
+
+
+def known(starts: Sequence[str], ends: Sequence[str]) -> Iterator[Reader]:
+    """Yield a response template for each syntax.
+
+    Args:
+        starts: What stands before a turn of the assistant. A thought that is begun there is part of
+            the turn.
+        ends: End tokens.
+    """
+    start = [re.split("|".join(map(re.escape, _THOUGHTS)), each)[0] for each in starts]
+    end = "|".join(map(re.escape, ends)) or "(?!)"
+    for calls in _syntaxes(end):
+        whole = calls.pop("whole", None)
+        fields = {
+            "reasoning_content": {
+                "open": _THOUGHTS,
+                "close_pattern": rf"(?:</think>|<channel\|>|{end})\s*",
+            },
+            "tool_calls": {"repeats": True, **calls},
+            "content": {"close_pattern": rf"(?:{end})\s*"},
+        }
+        template = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": fields}
+        yield load(template, whole)
+
+
+def _syntaxes(end: str) -> Iterator[dict[str, Any]]:
+    as_json = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+    # Qwen 2.5 and 3, Granite 4, Hermes: an object or a list of them
+    yield {"open_pattern": r"<tool_call>", "close_pattern": r"</tool_call>\s*", **as_json}
+    # Qwen 3.5 and later, Nemotron 3
+    yield _tagged(
+        r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
+        r"<parameter=(?P<key>[^>\n]+)>\n?",
+        r"\n?</parameter>",
+    )
+    # GLM 4.5
+    yield _tagged(
+        r"<tool_call>\s*(?P<name>[^\s<]+)",
+        r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>",
+        r"</arg_value>",
+    )
+    # Gemma 4
+    yield {
+        "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{]+)",
+        "close_pattern": r"<tool_call\|>\s*",
+        "content": "json",
+        "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+        "transform": _NAMED,
+    }
+    # Llama 3: an object without a mark
+    yield {
+        "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"(?:parameters|arguments)":\s*',
+        "close_pattern": rf'\}}\s*(?:{end}|(?=\{{"name":))\s*',
+        "content": "json",
+        "transform": _NAMED,
+    }
+
+
+def _tagged(begin: str, key: str, value_end: str) -> dict[str, Any]:
+    """Calls whose arguments stand between tags. One is read only if all of it is well-formed."""
+    end = r"\s*(?:</function>\s*)?</tool_call>"
+    value = rf"(?P<value>(?:(?!</?tool_call>).)*?){value_end}"
+    argument = rf"{key}{value}(?=\s*(?:<parameter=|<arg_key>|\Z)|{end})"
+    return {
+        "open_pattern": begin,
+        "whole": rf"(?>\s*{argument})*+{end}",
+        "close_pattern": rf"{end}\s*",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": argument,
+            "value_parser": {"name": "text", "args": {"strip": False}},
+        },
+        "transform": _NAMED,
+    }
