@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from lit_rlsched.data.messages import tool_arguments
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import are_text, content_text, is_deep, printable
 
 _ENDS = ("add_generation_prompt", "continue_final_message", "tools")
 _NO_COLUMNS: Mapping[str, Any] = {}
@@ -43,6 +44,8 @@ class ToolChat:
         self._settings = settings or {}
         self._ends = {*end_tokens}
         self._end_tokens = self._ends | {tokenizer.eos_token_id}
+        self.unparsed = 0
+        """Turns that could not be parsed."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._name = f"The chat template of `{getattr(tokenizer, 'name_or_path', '')}`"
         self._check_renders_tools()
@@ -54,7 +57,8 @@ class ToolChat:
     ) -> tuple[dict[str, Any], list[Call]]:
         """Return the message of a turn and the calls in it.
 
-        What cannot be parsed, such as a call whose JSON is cut, is a message of text.
+        What cannot be parsed, such as a call whose JSON is cut, or is nested too deeply for what
+        reads it later, is a message of text.
 
         Args:
             before: Token ids of the prompt and of all turns before.
@@ -62,11 +66,16 @@ class ToolChat:
             schemas: JSON schemas of the tools; arguments get their types from them.
         """
         try:
-            message = self._tokenizer.parse_response(
-                list(turn), self._parse_by, prefix=list(before), tools=list(schemas)
+            message = printable(
+                self._tokenizer.parse_response(
+                    list(turn), self._parse_by, prefix=list(before), tools=list(schemas)
+                )
             )
             calls = [_call(each) for each in message.get("tool_calls") or ()]
+            if is_deep([message, calls]):
+                raise ValueError("nested too deeply")
         except Exception:  # a model writes what no parser expects
+            self.unparsed += 1
             message, calls = None, []
         if message is None:
             text = self._tokenizer.decode(list(turn), skip_special_tokens=True)
@@ -80,19 +89,21 @@ class ToolChat:
         return token in self._ends
 
     def reply(
-        self, messages: Sequence[Mapping[str, str]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
+        self, messages: Sequence[Mapping[str, Any]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
     ) -> list[int] | None:
         """Return the tokens of replies, and of the beginning of the next turn.
 
         Args:
-            messages: Messages with `role` (`tool`), `name` and `content`.
+            messages: Messages with `role` (`tool`), `name` and `content`: a text, or a list, which
+                the template gets as it is, or as a text if it would leave a list out.
             room: Maximum number of tokens; None is returned if there are more.
             row: Columns of the row, which may have arguments for the template.
 
         Raises:
             ValueError: the template cannot render this reply.
         """
-        if sum(len(message["content"]) for message in messages) > room * self._longest_token:
+        messages = [{**message, "content": self._shown(message["content"])} for message in messages]
+        if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None
         dummy = _dummy(messages[0]["name"])  # some templates begin a reply with the call's name
         before = self._to_end(self._ids(dummy, row))
@@ -100,6 +111,32 @@ class ToolChat:
         if ids[: len(before)] != before:
             raise ValueError(f"the template changes the call of {dummy[-1]['tool_calls']}")
         return ids[len(before) :] if len(ids) - len(before) <= room else None
+
+    def _shown(self, content: str | list[Any]) -> str | list[Any]:
+        if isinstance(content, str):
+            return content
+        whole = self._shows_parts if are_text(content) else self._shows_lists
+        return content if whole else content_text(content)
+
+    @cached_property
+    def _shows_parts(self) -> bool:
+        """Whether the template renders text parts in a reply."""
+        parts = [{"type": "text", "text": text} for text in ("part_a8f3", "part_b9d4")]
+        return self._shows(parts, "part_a8f3", "part_b9d4")
+
+    @cached_property
+    def _shows_lists(self) -> bool:
+        """Whether it renders all of any other list."""
+        items = ["item_a8f3", 40917, {"text": "item_d6e7", "key_b9d4": "item_c4f9"}]
+        return self._shows(items, "item_a8f3", "40917", "item_d6e7", "key_b9d4", "item_c4f9")
+
+    def _shows(self, content: list[Any], *marks: str) -> bool:
+        chat = [*_dummy("f"), {"role": "tool", "name": "f", "content": content}]
+        try:
+            text = self._tokenizer.decode(self._ids(chat))
+        except Exception:  # what a template raises has many types
+            return False
+        return all(mark in text for mark in marks)
 
     def opening(
         self,

@@ -12,6 +12,7 @@ from lit_rlsched.data.messages import NO_PROMPT
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.text import content_text
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
 Next = Literal["decodes", "over", "lost", "diverged"]
@@ -31,6 +32,7 @@ class Turns:
             environments.
         max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
         tool_steps: Decode steps after which an answer is used; None: as soon as it is there.
+        timeout: Returns the seconds that those functions may take; None: as all others.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Turns:
         row: Callable[[Group, Completion], dict[str, Any]],
         max_tool_calling_iterations: int | None = None,
         tool_steps: int | None = None,
+        timeout: Callable[[Group], float | None] = lambda group: None,
     ) -> None:
         self.tool_steps = tool_steps
         self._environments = environments
@@ -49,6 +52,7 @@ class Turns:
         self._scheduler = scheduler
         self._seed = seed
         self._row = row
+        self._timeout = timeout
         self._most = max_tool_calling_iterations
         self._open: dict[str, Sample] = {}
         """Samples whose session is open, or waits to be opened, by id."""
@@ -213,7 +217,8 @@ class Turns:
         """Ask for the rewards of a completion that is over, or end its session."""
         if self._scheduler.scores and self._of(sample).factory is not None:
             self._wait_for(sample)
-            self._scheduler.reward(sample.id, self._row(sample.group, sample.completion))
+            row = self._row(sample.group, sample.completion)
+            self._scheduler.reward(sample.id, row, self._timeout(sample.group))
             # unfinished, as long as it is not handed over to be scored
             self._reasons[sample.id] = sample.completion.finish_reason
             sample.completion.finish_reason = None
@@ -317,12 +322,13 @@ class Turns:
         return "decodes"
 
     def _replied(
-        self, sample: Sample, replies: Sequence[tuple[str, str, bool]], state: str
+        self, sample: Sample, replies: Sequence[tuple[str, Any, bool]], state: str
     ) -> Next | None:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
         completion, repeats = sample.completion, sample.id in self._repeats
         self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
         messages = [{"role": "tool", "name": n, "content": content} for n, content, _ in replies]
+        as_read = [{**message, "content": content_text(message["content"])} for message in messages]
         have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
         room = sample.group.sampling.max_completion_length - have
         try:
@@ -330,13 +336,13 @@ class Turns:
         except Exception as error:  # what a template raises has many types
             return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
         if repeats:
-            completion.messages += messages
+            completion.messages += as_read
             return self._same(sample, ids or ())
         self._count_wait(sample)  # not what rewards take
         if ids is None:
             completion.finish_reason = "stop"
             return self._end(sample)
-        completion.messages += messages
+        completion.messages += as_read
         completion.take_reply(ids)
         completion.environment_state = state
         if len(ids) < room:

@@ -316,6 +316,7 @@ class Startup:
             scorer.arguments,
             given.max_tool_calling_iterations,
             given.tool_steps,
+            scorer.timeout,
         )
 
     def _warn(self, advice: Advice) -> None:
