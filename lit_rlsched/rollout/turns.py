@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from lit_rlsched.data.control_tokens import RESET, ControlTokens
 from lit_rlsched.data.messages import NO_PROMPT
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
@@ -33,6 +34,7 @@ class Turns:
         max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
         tool_steps: Decode steps after which an answer is used; None: as soon as it is there.
         timeout: Returns the seconds that those functions may take; None: as all others.
+        control_tokens: Finds tokens of the chat template in replies.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Turns:
         max_tool_calling_iterations: int | None = None,
         tool_steps: int | None = None,
         timeout: Callable[[Group], float | None] = lambda group: None,
+        control_tokens: ControlTokens | None = None,
     ) -> None:
         self.tool_steps = tool_steps
         self._environments = environments
@@ -53,6 +56,7 @@ class Turns:
         self._seed = seed
         self._row = row
         self._timeout = timeout
+        self._control_tokens = control_tokens
         self._most = max_tool_calling_iterations
         self._open: dict[str, Sample] = {}
         """Samples whose session is open, or waits to be opened, by id."""
@@ -65,7 +69,7 @@ class Turns:
         self._repeats: dict[str, _Repeat] = {}
         """Completions whose calls are made again, by id."""
         self.counts: Counter[str] = Counter()
-        """Completions begun, tools called and failed calls of the round."""
+        """Completions begun, turns, tools called, failed calls and control tokens of the round."""
         self._answered: dict[str, tuple[Sample, Next]] = {}
         """What becomes of completions whose environments have answered, by id."""
         self._due: dict[str, tuple[int, int]] = {}
@@ -173,7 +177,10 @@ class Turns:
         completion = sample.completion
         before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
         turn = completion.token_ids[start:end]
+        unparsed = self._chat.unparsed
         message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
+        self.counts["turns"] += 1
+        self.counts["unparsed"] += self._chat.unparsed - unparsed
         completion.messages.append(message)
         return calls
 
@@ -317,6 +324,7 @@ class Turns:
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
         if repeats:
             return self._same(sample, more)
+        self._count_control_tokens(observation or "", RESET)
         sample.completion.take_reply(more)
         sample.completion.environment_state = state
         return "decodes"
@@ -339,6 +347,12 @@ class Turns:
             completion.messages += as_read
             return self._same(sample, ids or ())
         self._count_wait(sample)  # not what rewards take
+        known = {tool["function"]["name"] for tool in self._of(sample).schemas}
+        for message in as_read:
+            name, text = message["name"], message["content"]
+            # a model writes any name
+            source = f"The tool `{name}`" if name in known else "The reply to an unknown tool"
+            self._count_control_tokens(text, source)
         if ids is None:
             completion.finish_reason = "stop"
             return self._end(sample)
@@ -349,6 +363,10 @@ class Turns:
             return "decodes"
         completion.finish_reason = "length"
         return self._end(sample)
+
+    def _count_control_tokens(self, text: str, source: str) -> None:
+        if self._control_tokens is not None:
+            self.counts["control_tokens"] += self._control_tokens.of_reply(text, source)
 
     def _drop(self, sample: Sample, kind: str, why: str = "") -> Next:
         completion = sample.completion
@@ -400,9 +418,12 @@ class Turns:
             slot_seconds: Seconds of the rollout times slots.
         """
         calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
+        unparsed = self.counts["unparsed"] / max(1, self.counts["turns"])
         return {
             "tools/call_frequency": calls / max(1, begun),
             "tools/failure_frequency": failed / max(1, calls),
+            "tools/unparsed_frequency": unparsed,
+            "tools/control_tokens": float(self.counts["control_tokens"]),
             "tools/wait_ratio": min(1.0, self._waited / slot_seconds) if slot_seconds else 0.0,
         }
 
