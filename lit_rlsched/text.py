@@ -53,7 +53,8 @@ def content_text(content: str | Sequence[Any]) -> str:
     """Return the content of a message as text: text parts are joined, other lists are printed."""
     if isinstance(content, str):
         return content
-    return "".join(part["text"] for part in content) if are_text(content) else str(content)
+    parts: Sequence[Any] = content
+    return "".join(part["text"] for part in parts) if are_text(parts) else str(content)
 
 
 def are_text(content: Sequence[Any]) -> bool:

@@ -310,7 +310,8 @@ def content_of(reply: Any) -> str | list[Any]:
     """
     if not isinstance(reply, list):
         return text_of(reply)
-    if any(isinstance(part, dict) and part.get("type") == "image" for part in reply):
+    parts = [part for part in reply if isinstance(part, dict)]
+    if any(part.get("type") == "image" and "image" in part for part in parts):
         raise TypeError("the reply has an image, and training is on text alone")
     text = str(reply)
     try:
@@ -318,7 +319,7 @@ def content_of(reply: Any) -> str | list[Any]:
     except (TypeError, ValueError, RecursionError):
         return text_of(text)
     same = str(sent) == text and len(text) <= MAX_REPLY and not is_deep(sent)
-    return printable(sent) if same else text_of(text)  # type: ignore[no-any-return]
+    return printable(sent) if same else text_of(text)
 
 
 def text_of(reply: Any) -> str:

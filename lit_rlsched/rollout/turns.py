@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from lit_rlsched.data.control_tokens import RESET, ControlTokens
 from lit_rlsched.data.messages import NO_PROMPT
+from lit_rlsched.environments.answers import Answer
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
-from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.text import content_text
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
