@@ -312,7 +312,7 @@ def content_of(reply: Any) -> str | list[Any]:
         return text_of(reply)
     parts = [part for part in reply if isinstance(part, dict)]
     if any(part.get("type") == "image" and "image" in part for part in parts):
-        raise TypeError("the reply has an image, and training is on text alone")
+        raise TypeError("the reply has an image")
     text = str(reply)
     try:
         sent = json.loads(json.dumps(reply))
