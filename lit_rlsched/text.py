@@ -16,14 +16,36 @@ REDACTED = "[redacted]"
 """Stands for a secret."""
 
 
-def printable(value: Any) -> Any:
-    """Return the value with unpaired surrogates, which UTF-8 cannot encode, escaped."""
+MOST_LEVELS = 100
+"""Most levels of dicts and lists in data that a model, a tool or a reward function writes. What
+goes through such data (pickle, JSON, `printable`) takes some of Python's stack for each level."""
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether a value has more than `MOST_LEVELS` levels of dicts and lists."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        dicts = [one.values() for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, (list, tuple))]
+        if not dicts and not lists:
+            return False
+        level = [inner for one in (*dicts, *lists) for inner in one]
+    return True
+
+
+def printable(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """Return the value with unpaired surrogates, which UTF-8 cannot encode, escaped.
+
+    A dict or a list below so many `levels` of others is left out: `…` is in its place.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, (dict, list, tuple)) and not levels:
+        return "…"
     if isinstance(value, dict):
-        return {printable(key): printable(item) for key, item in value.items()}
+        return {printable(key, 0): printable(item, levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [printable(item) for item in value]
+        return [printable(item, levels - 1) for item in value]
     return value
 
 

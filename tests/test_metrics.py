@@ -49,13 +49,14 @@ RARE = {
     **dict.fromkeys(
         (
             *("tools/call_frequency", "tools/failure_frequency", "tools/wait_ratio"),
-            "tools/trained_over_drawn_wait",
+            *("tools/trained_over_drawn_wait", "tools/unparsed_frequency", "tools/control_tokens"),
             *(f"dropped/environment_{why}" for why in ("raised", "timeout", "crashed")),
             *(f"dropped/environment_{why}" for why in ("out_of_memory", "observation", "reply")),
             "dropped/environment_diverged",
         ),
         "tools; `tests/environments`",
     ),
+    "rollout/control_tokens": "rows with tokens of the chat template",
     "in_flight/cache_kl": "`cache='keep'`",
     "dropped/stale": "a completion that was drawn under a larger `max_staleness`",
     "dropped/limit_train_batches": "a Trainer that stops within a round",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy
+from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
 from lit_rlsched.run.wandb_runs import log_artifact
@@ -50,9 +51,9 @@ class CompletionsTable:
         """Continue the file before round `number`, without rows of that round and later."""
         drop_rows(path, number)
         self._shown, self._step, self._published = {}, 1, 0
-        with path.open(encoding="utf-8") as file:
-            for of, rows in groupby(map(json.loads, file), lambda row: int(row["round"])):
-                self._show(of, [*rows])
+        with path.open("rb") as file:
+            for of, rows in groupby(map(read_row, file), itemgetter(0)):
+                self._show(of, [row for _, row in rows])
 
     def add(self, round: Round, names: Sequence[str], path: Path) -> None:
         """Write the rows of a round.
@@ -163,9 +164,9 @@ def drop_rows(path: Path, number: int) -> None:
                 if not line.endswith(b"\n"):
                     break  # the last line was cut by a kill
                 try:
-                    if int(json.loads(line)["round"]) < number:
+                    if read_row(line)[0] < number:
                         kept.append(line)
-                except (ValueError, KeyError, TypeError):
+                except ValueError:
                     unreadable.append(index)
     if unreadable:
         rank_zero_warn(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from lit_rlsched.data.messages import tool_arguments
 from lit_rlsched.environments.response_templates import Reader, known, load
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import are_text, content_text, is_deep, printable
 
 _ENDS = ("add_generation_prompt", "continue_final_message", "tools")
 _NO_COLUMNS: Mapping[str, Any] = {}
@@ -56,6 +57,8 @@ class ToolChat:
         self._settings = settings or {}
         self._ends = {*end_tokens}
         self._end_tokens = self._ends | {tokenizer.eos_token_id}
+        self.unparsed = 0
+        """Turns that could not be parsed."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._name = f"The chat template of `{getattr(tokenizer, 'name_or_path', '')}`"
         self._check_renders_tools()
@@ -68,7 +71,8 @@ class ToolChat:
     ) -> tuple[dict[str, Any], list[Call]]:
         """Return the message of a turn and the calls in it.
 
-        What cannot be parsed, such as a call whose JSON is cut, is a message of text.
+        What cannot be parsed, such as a call whose JSON is cut, or is nested too deeply for what
+        reads it later, is a message of text.
 
         Args:
             before: Token ids of the prompt and of all turns before.
@@ -76,8 +80,12 @@ class ToolChat:
             schemas: JSON schemas of the tools; arguments get their types from them.
         """
         try:
-            return self._parsed(self._reader, before, turn, schemas)
+            message, calls = self._parsed(self._reader, before, turn, schemas)
+            if is_deep([message, calls]):
+                raise ValueError("nested too deeply")
+            return message, calls
         except Exception:  # a model writes what no parser expects
+            self.unparsed += 1
             text = self._decode(turn, skip_special_tokens=True)
             return {"role": "assistant", "content": text}, []
 
@@ -96,7 +104,7 @@ class ToolChat:
         parsed = self._tokenizer.parse_response(
             self._decode(turn), reader.template, prefix=self._decode(before), tools=list(schemas)
         )
-        message: dict[str, Any] = {"role": "assistant", **parsed}
+        message: dict[str, Any] = {"role": "assistant", **printable(parsed)}
         content = str(message.get("content") or "").strip()
         if turn and turn[-1] in self._end_tokens:
             content = content.removesuffix(self._decode(turn[-1:]))
@@ -127,8 +135,8 @@ class ToolChat:
         return token in self._ends
 
     def replies(
-        self, message: Mapping[str, Any], answers: Sequence[tuple[str, str, bool]]
-    ) -> list[dict[str, str]]:
+        self, message: Mapping[str, Any], answers: Sequence[tuple[str, Any, bool]]
+    ) -> list[dict[str, Any]]:
         """Return the messages of replies, each with the id of its call if that has one.
 
         Args:
@@ -147,19 +155,22 @@ class ToolChat:
         return messages
 
     def reply(
-        self, messages: Sequence[Mapping[str, str]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
+        self, messages: Sequence[Mapping[str, Any]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
     ) -> list[int] | None:
         """Return the tokens of replies, and of the beginning of the next turn.
 
         Args:
             messages: Messages with `role` (`tool`), `name` and `content`, perhaps `tool_call_id`.
+                A content is a text or a list, which the template gets as it is, or as a text if it
+                would leave a list out.
             room: Maximum number of tokens; None is returned if there are more.
             row: Columns of the row, which may have arguments for the template.
 
         Raises:
             ValueError: the template cannot render this reply.
         """
-        if sum(len(message["content"]) for message in messages) > room * self._longest_token:
+        messages = [{**message, "content": self._readable(message["content"])} for message in messages]
+        if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None
         # some templates take the name of a reply from its call, which they find by its id
         replies = [{"tool_call_id": _id(i), **message} for i, message in enumerate(messages)]
@@ -170,6 +181,32 @@ class ToolChat:
         if ids[: len(before)] != before:
             raise ValueError(f"the template changes the call of {dummy[-1]['tool_calls']}")
         return ids[len(before) :] if len(ids) - len(before) <= room else None
+
+    def _readable(self, content: str | list[Any]) -> str | list[Any]:
+        if isinstance(content, str):
+            return content
+        whole = self._shows_parts if are_text(content) else self._shows_lists
+        return content if whole else content_text(content)
+
+    @cached_property
+    def _shows_parts(self) -> bool:
+        """Whether the template renders text parts in a reply."""
+        parts = [{"type": "text", "text": text} for text in ("part_a8f3", "part_b9d4")]
+        return self._shows(parts, "part_a8f3", "part_b9d4")
+
+    @cached_property
+    def _shows_lists(self) -> bool:
+        """Whether it renders all of any other list."""
+        items = ["item_a8f3", 40917, {"text": "item_d6e7", "key_b9d4": "item_c4f9"}]
+        return self._shows(items, "item_a8f3", "40917", "item_d6e7", "key_b9d4", "item_c4f9")
+
+    def _shows(self, content: list[Any], *marks: str) -> bool:
+        chat = [*_dummy("f"), {"role": "tool", "name": "f", "content": content}]
+        try:
+            text = self._tokenizer.decode(self._ids(chat))
+        except Exception:  # what a template raises has many types
+            return False
+        return all(mark in text for mark in marks)
 
     def opening(
         self,

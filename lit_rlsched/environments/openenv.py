@@ -3,7 +3,6 @@
 OpenEnv's own client (0.10) needs an older mcp than vLLM does, and cannot be installed beside it.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -14,14 +13,6 @@ from urllib.request import urlopen
 
 from lit_rlsched.settings import UsageError
 
-_TYPES = {
-    "string": str,
-    "integer": int,
-    "number": float,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
 _OWN = ("metadata", "done", "reward")
 """Fields of each action and observation that are not the environment's."""
 MAX_MESSAGE = 64 << 20
@@ -80,9 +71,11 @@ class OpenEnv:
 
         Raises:
             RuntimeError: the server has refused it.
+            ValueError: the data has a number that JSON has not.
         """
+        message = json.dumps({"type": what, "data": data}, allow_nan=False)  # NaN is no JSON
         try:
-            self._socket.send(json.dumps({"type": what, "data": data}))
+            self._socket.send(message)
             answer = json.loads(self._socket.recv())
         except Exception:
             self._leave()
@@ -111,10 +104,10 @@ class OpenEnv:
 def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
     """Return a class for `environment_factory` whose tool is the action of an OpenEnv server.
 
-    A completion has a session of the server. The tool's arguments are the fields of the action,
-    with the types and descriptions of the server's schema; the reply is the observation: its text,
-    if it has one field with a text, else JSON. The reward is the sum of the episode's rewards. A
-    call after its end is answered with an error.
+    A completion has a session of the server. The tool's arguments are the fields of the action, and
+    the model is told all that the server's schema says of them, such as the allowed values. The
+    reply is the observation: its text, if it has one field with a text, else JSON. The reward is
+    the sum of the episode's rewards. A call after its end is answered with an error.
 
     Args:
         url: Address of a running server, such as `http://127.0.0.1:8000`. It must allow as many
@@ -122,8 +115,8 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
         tool: Name of the tool.
 
     Raises:
-        UsageError: a package is not installed, no such server answers, or its action has fields
-            without a type.
+        UsageError: a package is not installed, no such server answers, or its action or a field of
+            it may have several forms.
 
     Example::
 
@@ -150,39 +143,70 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
 
 def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
     """Return a method with the fields of an action as its arguments."""
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters, lines = [own], []
-    fields = {n: f for n, f in action.get("properties", {}).items() if n not in _OWN}
-    for field, schema in sorted(fields.items(), key=lambda pair: "default" in pair[1]):
-        kind = _TYPES.get(str(schema.get("type")))
-        if kind is None:
+    action = _whole(action, action.get("$defs", {}))
+    if "properties" not in action and action.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        raise UsageError(
+            f"`environment_factory={url}`: the action is a union. Write a subclass of `OpenEnv` "
+            "with a method for each kind of action, which calls `_step`."
+        )
+    given = action.get("properties", {}).items()
+    fields = {field: _of_template(field, schema) for field, schema in given if field not in _OWN}
+    for field, schema in fields.items():
+        if not isinstance(schema.get("type"), str):
             raise UsageError(
                 f"`environment_factory={url}`: the field `{field}` of the action is a "
                 f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
                 "each kind of action, which calls `_step`."
             )
-        parameters.append(
-            inspect.Parameter(
-                field,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=schema.get("default", inspect.Parameter.empty),
-                annotation=kind,
-            )
-        )
-        said = schema.get("description") or schema.get("title") or field
-        lines.append(f"    {field}: {' '.join(str(said).split())}")
-    signature = inspect.Signature(parameters)
+    without = [field for field, schema in fields.items() if "default" not in schema]
+    required = [field for field in action.get("required", without) if field in fields]
 
-    def method(self: OpenEnv, **arguments: Any) -> str:
-        bound = signature.bind(self, **arguments)
-        return self._step({n: value for n, value in bound.arguments.items() if n != "self"})
+    def method(self: OpenEnv, /, **arguments: Any) -> str:
+        unknown, missing = arguments.keys() - fields.keys(), {*required} - arguments.keys()
+        if unknown or missing:
+            raise TypeError(f"{name}() has the arguments {[*fields]} and requires {required}.")
+        return self._step(arguments)
 
     method.__name__ = method.__qualname__ = name
-    method.__annotations__ = {p.name: p.annotation for p in parameters[1:]}
-    method.__signature__ = signature  # type: ignore[attr-defined]
     what = str(action.get("description") or "Act in the environment.").split("\n\n")[0]
-    method.__doc__ = "\n".join([" ".join(what.split()), "", "Args:", *lines])
+    method.openenv_schema = {  # type: ignore[attr-defined]
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": " ".join(what.split()),
+            "parameters": {"type": "object", "properties": fields, "required": required},
+        },
+    }
     return method
+
+
+def _of_template(field: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field as `transformers.utils.get_json_schema` would write it.
+
+    A value that may be null is `nullable`, as chat templates read the `type`.
+    """
+    forms = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    if len(forms) == 1:
+        schema = {**schema, **forms[0], "nullable": True}
+        del schema["anyOf"]
+    said = schema.get("description") or schema.get("title") or field
+    more = {key: value for key, value in schema.items() if key not in ("type", "title")}
+    kind = {"type": schema["type"]} if "type" in schema else {}
+    return {**kind, **more, "description": " ".join(str(said).split())}
+
+
+def _whole(schema: Any, kinds: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Any:
+    """Return a schema with what it refers to in the place of `$ref`; a kind within itself stays."""
+    if isinstance(schema, list):
+        return [_whole(one, kinds, inside) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: _whole(one, kinds, inside) for key, one in schema.items() if key != "$defs"}
+    name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    if name not in kinds or name in inside:
+        return parts
+    del parts["$ref"]
+    return {**_whole(kinds[name], kinds, (*inside, name)), **parts}
 
 
 def _websocket(url: str) -> str:
@@ -193,4 +217,4 @@ def _text(observation: Any) -> str:
     fields = observation if isinstance(observation, Mapping) else {"text": observation}
     fields = {name: value for name, value in fields.items() if name not in _OWN}
     texts = [value for value in fields.values() if isinstance(value, str)]
-    return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields)
+    return texts[0] if len(fields) == len(texts) == 1 else json.dumps(fields, ensure_ascii=False)

@@ -219,8 +219,8 @@ def _made(factory: Callable[[], Any], what: str) -> Any:
 def _schema(tool: Tool, what: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
-    try:
-        schema: dict[str, Any] = get_json_schema(tool)
+    try:  # that of OpenEnv's server says more than types
+        schema: dict[str, Any] = getattr(tool, "openenv_schema", None) or get_json_schema(tool)
     except Exception as error:  # its own kinds of errors are no part of its interface
         raise UsageError(
             f"The model cannot be told how to call {what}: {error} Give every argument a type, and "

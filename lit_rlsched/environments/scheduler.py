@@ -1,6 +1,5 @@
 """Sessions of environments in worker processes, with time-outs and limits, as rewards have them."""
 
-import json
 import math
 import os
 import selectors
@@ -10,10 +9,11 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
+from lit_rlsched.environments.answers import Answer, checked, message_of
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.processes import hide_environment, require_posix, worker_environment
 from lit_rlsched.rewards.jobs import BadMessage, Result, packed_row
@@ -36,21 +36,6 @@ MAX_DEATHS = 20
 """Workers in a row that may die without an answer, and without a call to blame."""
 
 
-class Answer(NamedTuple):
-    """What an environment has answered, or why it has not."""
-
-    key: Hashable
-    what: str
-    """`open`, `call`, `reward`; or `lost`: its worker has died because of another session."""
-    result: Any
-    """Of `open` the observation, of `call` name, reply and failure of each call, of `reward` the
-    results of functions by number."""
-    failure: str | None
-    """Begins with `raised`, `timeout`, `crashed` or `out_of_memory`."""
-    state: str = ""
-    """State of the environment after that, if its class gives one; `open` takes it."""
-
-
 @dataclass(slots=True, eq=False)
 class _Session:
     key: Hashable
@@ -61,7 +46,14 @@ class _Session:
     worker: "_Worker | None" = None
     waits_for: str | None = None
     """The answer that it waits for."""
+    timeout: float = 0.0
+    """Seconds that it may take."""
     deadline: float = math.inf
+
+    @property
+    def late(self) -> str:
+        """What to say of an answer that did not come in time."""
+        return f"timeout: no answer within {self.timeout:g} s"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +64,8 @@ class _Worker:
     alone: bool = False
     """Whether it holds one session at a time."""
     ready: bool = False
+    worn: bool = False
+    """Whether a reward function hangs in one of its threads: it ends with the sessions it has."""
     loading: str = ""
     error: str = ""
     asked: float | None = None
@@ -81,8 +75,8 @@ class _Worker:
     @property
     def has_room(self) -> bool:
         """Whether it can open another session now."""
-        if self.alone:
-            return self.ready and not self.sessions
+        if self.worn or self.alone:
+            return self.ready and not self.worn and not self.sessions
         opening = sum(session.waits_for == "open" for session in self.sessions.values())
         return self.ready and opening < MAX_OPENING
 
@@ -100,6 +94,8 @@ class EnvironmentScheduler:
     A session stays in its worker. A call that takes too long, crashes or takes too much memory
     costs its own session: the worker is killed, and its other sessions are `lost`, to be opened
     again. If it is not clear whose call it was, each of them is opened again alone in a worker.
+    A reward function that takes too long has failed, and the other sessions go on: its thread
+    cannot be ended, so the worker gets no new sessions, another one does, and it ends with its own.
 
     Args:
         environments: Tools and environments.
@@ -239,14 +235,19 @@ class EnvironmentScheduler:
         session = self._sessions.get(key)
         return session is not None and session.alone and session.worker is None
 
-    def reward(self, key: Hashable, row: Mapping[str, Any]) -> None:
+    def reward(self, key: Hashable, row: Mapping[str, Any], timeout: float | None = None) -> None:
         """Call the reward functions; the answer has the `Result` of each, by its number.
 
         Args:
             key: Names the session.
             row: Arguments of `packed_row`.
+            timeout: Seconds for each function, instead of the time-out of rewards.
         """
-        self._ask(self._sessions[key], "reward", packed_row(**row), self.timeout)
+        assert self._rewards is not None
+        timeout = timeout or self._rewards.timeout
+        together = timeout * len(self._rewards.of_environments)
+        given = packed_row(**row), timeout
+        self._ask(self._sessions[key], "reward", *given, seconds=together)
 
     def close(self, key: Hashable) -> None:
         """End a session, whatever it waits for."""
@@ -267,10 +268,13 @@ class EnvironmentScheduler:
     def _leave(self, session: _Session) -> None:
         assert session.worker is not None
         del session.worker.sessions[session.number]
+        if session.worker.worn and not session.worker.sessions:
+            self._end(session.worker)
 
-    def _ask(self, session: _Session, what: str, *given: Any) -> None:
+    def _ask(self, session: _Session, what: str, *given: Any, seconds: float | None = None) -> None:
         assert session.worker is not None and session.waits_for is None
-        session.waits_for, session.deadline = what, time.monotonic() + self.timeout + GRACE
+        session.timeout = seconds or self.timeout
+        session.waits_for, session.deadline = what, time.monotonic() + session.timeout + GRACE
         session.worker.process.send((what, session.number, *given))
 
     def _place(self) -> None:
@@ -323,16 +327,13 @@ class EnvironmentScheduler:
                 worker.asked = now
                 worker.process.send(("ping", 0))
             else:  # code that holds Python's lock may be that of any call
-                self._replace(worker, why=self._late)
+                late = (s.late for s in worker.sessions.values() if s.deadline <= now)
+                self._replace(worker, why=next(late, "timeout: it does not listen"))
         self._place()
-
-    @property
-    def _late(self) -> str:
-        return f"timeout: no answer within {self.timeout:g} s"
 
     def _receive(self, worker: _Worker) -> None:
         try:
-            kind, *fields = _message(worker.process.connection.recv_bytes(MAX_MESSAGE))
+            kind, *fields = message_of(worker.process.connection.recv_bytes(MAX_MESSAGE))
         except (EOFError, OSError, BadMessage):
             self._replace(worker)
             return
@@ -347,7 +348,11 @@ class EnvironmentScheduler:
         elif kind == "pong":
             worker.asked, now = None, time.monotonic()
             if late := [s for s in worker.sessions.values() if s.deadline <= now]:
-                self._replace(worker, {s.number: self._late for s in late})
+                self._replace(worker, {s.number: s.late for s in late})
+        elif kind == "worn":
+            if not worker.worn and not worker.alone:
+                self._launch()
+            worker.worn = True
         else:
             self._take(worker, *fields)
 
@@ -358,7 +363,7 @@ class EnvironmentScheduler:
         if session is None or session.waits_for is None:
             return
         try:
-            result = _checked(session.waits_for, result, failure)
+            result = checked(session.waits_for, result, failure)
         except (TypeError, ValueError, BadMessage):  # a tool has written to the pipe
             self._replace(worker, {number: "crashed: the worker has sent nonsense"})
             return
@@ -371,11 +376,28 @@ class EnvironmentScheduler:
         if failure is not None and failure.startswith("out_of_memory"):
             self._replace(worker, {number: failure})  # it may still hold the memory
             return
-        self._answers.append(Answer(session.key, what, result, failure, str(state)))
+        self._answers.append(self._answer(session.key, what, result, failure, str(state)))
         if failure is not None:
             del self._sessions[session.key]
             self._leave(session)
             worker.process.send(("close", number))
+
+    def _answer(
+        self, key: Hashable, what: str, result: Any, failure: Any, state: str = ""
+    ) -> Answer:
+        """Return an answer; of functions that gave none because of a failure it is their result."""
+        if what == "reward" and failure is not None and self._rewards is not None:
+            lost = Result(None, None, failure, {}, {})
+            return Answer(key, what, dict.fromkeys(self._rewards.of_environments, lost), None)
+        return Answer(key, what, result, failure, state)
+
+    def _end(self, worker: _Worker) -> str:
+        """Kill a worker, and return how it ended."""
+        self._selector.unregister(worker.process.connection)
+        self._workers.remove(worker)
+        death = worker.process.kill()
+        kill_strays([worker.process])
+        return death
 
     def _replace(
         self, worker: _Worker, to_blame: Mapping[int, str] | None = None, why: str = ""
@@ -388,10 +410,7 @@ class EnvironmentScheduler:
                 that wait for an answer.
             why: Failure of that one; by default that the worker has died.
         """
-        self._selector.unregister(worker.process.connection)
-        self._workers.remove(worker)
-        death = worker.process.kill()
-        kill_strays([worker.process])
+        death = self._end(worker)
         if not worker.ready and (worker.error or not self._started):
             raise RunFailed(
                 f"The {worker.loading or 'first module'} cannot be loaded in an environment worker:"
@@ -411,14 +430,14 @@ class EnvironmentScheduler:
                 continue
             failure = to_blame.get(number)
             what = "lost" if failure is None else session.waits_for or "call"
-            self._answers.append(Answer(session.key, what, None, failure))
+            self._answers.append(self._answer(session.key, what, None, failure))
             del self._sessions[session.key]
         if self._deaths > MAX_DEATHS:
             raise RunFailed(
                 f"{self._deaths} environment workers in a row have ended before anything was "
                 f"answered: the last {death}. Look for what ends processes on this machine."
             )
-        if not worker.alone:
+        if not worker.alone and not worker.worn:
             self._launch()
 
     def end_round(self) -> None:
@@ -438,42 +457,6 @@ class EnvironmentScheduler:
         self._sessions.clear()
         self._queue.clear()
         self._answers.clear()
-
-
-def _message(data: bytes) -> list[Any]:
-    """Return a worker's message.
-
-    Raises:
-        BadMessage: a worker sends no such message.
-    """
-    fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 4, "pong": 0}
-    try:
-        message = json.loads(data.decode())
-    except (ValueError, RecursionError):
-        raise BadMessage(f"invalid JSON: {data!r:.80}") from None
-    known = type(message) is list and message and type(message[0]) is str
-    if not known or fields.get(message[0]) != len(message) - 1:
-        raise BadMessage(f"an unknown message: {message!r:.80}")
-    return message
-
-
-def _checked(what: str, result: Any, failure: Any) -> Any:
-    """Return the result of an answer, whose parts have the types that they must have.
-
-    Raises:
-        TypeError: they have others.
-        ValueError: or other numbers of parts.
-        BadMessage: or a score is none.
-    """
-    if failure is not None:
-        if type(failure) is not str:
-            raise TypeError
-        return None
-    if what == "open":
-        return result if result is None else str(result)
-    if what == "call":
-        return [(str(name), str(content), bool(failed)) for name, content, failed in result]
-    return {int(index): Result.received(*fields) for index, *fields in result}
 
 
 def _kill_all(workers: list[_Worker], owner: int) -> None:

@@ -30,6 +30,7 @@ from lit_rlsched.rewards.reward_worker import (
     limit_memory,
     plain,
 )
+from lit_rlsched.text import content_text, is_deep, printable
 
 del sys.path[0]
 
@@ -174,11 +175,7 @@ class Sessions:
     async def _open(
         self, key: int, name: str | None, columns: dict[str, Any], state: str
     ) -> str | None:
-        """Begin a session, and return what `reset` has returned, or load a state in its place.
-
-        Raises:
-            TypeError: it is no text.
-        """
+        """Begin a session, and return what `reset` has returned, or load a state in its place."""
         instance, tools, observation = None, self._tools, None
         if name in self._factories:
             idle = self._idle.get(name)
@@ -194,7 +191,7 @@ class Sessions:
 
     async def _call(
         self, session: Session, calls: Sequence[tuple[str, Any]]
-    ) -> list[tuple[str, str, bool]]:
+    ) -> list[tuple[str, str | list[Any], bool]]:
         """Call tools in TRL's order: sync ones one after the other, then async ones together.
 
         Returns:
@@ -209,14 +206,16 @@ class Sessions:
                 replies.append(await self._reply(name, tool, arguments))
         return replies + list(await asyncio.gather(*(self._reply(*each) for each in waiting)))
 
-    async def _reply(self, name: str, tool: Any, arguments: Any) -> tuple[str, str, bool]:
+    async def _reply(
+        self, name: str, tool: Any, arguments: Any
+    ) -> tuple[str, str | list[Any], bool]:
         try:
             if tool is None:
                 raise ValueError(f"Tool {name} not found.")
             if not isinstance(arguments, dict):
                 what = json.dumps(arguments)[:80]
                 raise ValueError(f"The arguments of {name} must be a JSON object, not {what}.")
-            return name, text_of(await self._run(tool, **arguments)), False
+            return name, content_of(await self._run(tool, **arguments)), False
         except (MemoryError, Late):
             raise
         except BaseException as error:
@@ -228,31 +227,57 @@ class Sessions:
         """Call the reward functions; return number and the fields of a `Result` of each."""
         results = []
         for index, function in self._rewards.items():
-            call = Call(0, index, payload, timeout, self._offered[index])
+            call, late = Call(0, index, payload, timeout, self._offered[index]), False
             with call:
                 given = {**call.keywords(), "environments": [session.instance]}
-                call.take(await self._run(function, **given))
+                try:
+                    call.take(await self._within(timeout, function, **given))
+                except Late:
+                    late, call.failure = True, f"timeout: no score within {timeout:g} s"
             seconds = time.monotonic() - call.start
-            logged: tuple[Any, ...] = call.extra, call.metrics
-            try:
-                json.dumps(logged, default=plain)
-            except (TypeError, ValueError):  # it cannot be sent; the score still counts
-                logged = {}, {}
+            logged = ({}, {}) if late else call.logged  # a thread may log meanwhile
             results.append((index, seconds, call.score, call.failure, *logged))
+            if late:
+                if not is_async(function):  # its thread cannot be ended, and has the object
+                    session.instance = None
+                    self._send("worn")
+                break
         return results
 
     async def _run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        if is_async(function):
-            scope = asyncio.timeout(self._timeout)
+        # the trainer ends a sync one, and this process with it
+        seconds = self._timeout if is_async(function) else None
+        return await self._within(seconds, function, **arguments)
+
+    async def _within(
+        self, seconds: float | None, function: Callable[..., Any], /, **arguments: Any
+    ) -> Any:
+        """Call a function, for so many seconds at most.
+
+        Raises:
+            Late: it takes longer. The thread of a sync one works on.
+        """
+
+        def outcome() -> tuple[Any, BaseException | None]:
             try:
-                async with scope:
+                return function(**arguments), None
+            except BaseException as error:  # a future takes no `StopIteration`
+                return None, error
+
+        scope = asyncio.timeout(seconds)
+        try:
+            async with scope:
+                if is_async(function):
                     return await function(**arguments)
-            except TimeoutError:
-                if scope.expired():
-                    raise Late from None
-                raise
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(**arguments))
+                loop = asyncio.get_running_loop()
+                result, error = await loop.run_in_executor(self._threads, outcome)
+        except TimeoutError:
+            if scope.expired():
+                raise Late from None
+            raise
+        if error is not None:
+            raise error
+        return result
 
     def _send(self, *message: Any) -> None:
         if os.getpid() != self._pid:  # a child that a tool forked has returned from it too
@@ -277,19 +302,34 @@ def _packed(state: Any) -> str:
     return base64.b64encode(pickled).decode()
 
 
-def text_of(reply: Any) -> str:
-    """Return a reply as text, as TRL does; a list of text parts is joined.
+def content_of(reply: Any) -> str | list[Any]:
+    """Return a reply as the content of a message, as TRL does: a list, or a text.
+
+    A list that JSON would change, as it holds tuples or objects, is its text too: it is as Python
+    prints it, which is what most templates make of a list.
 
     Raises:
-        TypeError: a part of the list is no text.
+        TypeError: it has an image.
     """
-    if isinstance(reply, list):
-        for part in reply:
-            if not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-                raise TypeError("a part of the reply is no text")
-        reply = "".join(part["text"] for part in reply)
+    if not isinstance(reply, list):
+        return text_of(reply)
+    parts = [part for part in reply if isinstance(part, dict)]
+    if any(part.get("type") == "image" and "image" in part for part in parts):
+        raise TypeError("the reply has an image")
+    text = str(reply)
+    try:
+        sent = json.loads(json.dumps(reply))
+    except (TypeError, ValueError, RecursionError):
+        return text_of(text)
+    same = str(sent) == text and len(text) <= MAX_REPLY and not is_deep(sent)
+    return printable(sent) if same else text_of(text)
+
+
+def text_of(reply: Any) -> str:
+    """Return a reply as text."""
+    text = content_text(reply) if isinstance(reply, list) else str(reply)
     # half of a surrogate pair, as in JSON of a model, is no text for a tokenizer
-    return str(reply)[:MAX_REPLY].encode(errors="replace").decode()
+    return text[:MAX_REPLY].encode(errors="replace").decode()
 
 
 if __name__ == "__main__":

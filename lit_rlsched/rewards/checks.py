@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
+from lit_rlsched.processes import worker_environment
 from lit_rlsched.settings import UsageError, did_you_mean
 from lit_rlsched.text import parse_bytes
 
@@ -124,6 +125,27 @@ def environment_of(function: Any) -> tuple[str, ...]:
             "Make it a tuple of names of environment variables, or give it another name."
         )
     return tuple(names)
+
+
+def check_seen_by_tools(name: str, own: Iterable[str], shared: Iterable[str]) -> None:
+    """Refuse `env_vars` of a function that is called with environments, where tools run too.
+
+    Args:
+        name: Name of the function.
+        own: Its `env_vars`.
+        shared: Names of environment variables that all workers see besides the usual ones.
+
+    Raises:
+        UsageError: names the variables that only the function may see.
+    """
+    seen = worker_environment(shared)
+    if secret := [variable for variable in own if variable in os.environ and variable not in seen]:
+        raise UsageError(
+            f"`{name}` has `env_vars={secret}`, which no other function may see, and an argument "
+            "`environments`: it is called in the process that holds them, where tools run. Name "
+            "the variables in `reward_env_vars`, if tools and other reward functions may see them; "
+            "or use them in a reward function without that argument."
+        )
 
 
 def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:

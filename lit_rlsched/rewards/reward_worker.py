@@ -1,4 +1,4 @@
-"""Process that calls reward functions. Run as a script; imports the standard library only."""
+"""Process that calls reward functions. Run as a script; imports little."""
 
 import asyncio
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from lit_rlsched.processes import die_with
+from lit_rlsched.text import is_deep
 
 del sys.path[0]
 
@@ -106,10 +107,7 @@ class Worker:
     def _report(self, call: "Call") -> None:
         now = time.monotonic()
         report = ("score", call.key, call.index, now, now - call.start, call.score, call.failure)
-        try:
-            self._send(*report, call.extra, call.metrics)
-        except (TypeError, ValueError):  # what was logged cannot be sent; the score still counts
-            self._send(*report, {}, {})
+        self._send(*report, *call.logged)
 
     def _send(self, *message: Any) -> None:
         if os.getpid() != self._pid:  # a child that the function forked has returned from it too
@@ -170,6 +168,16 @@ class Call:
             self.failure = f"bad_return: {score}"
         elif not math.isnan(score):
             self.score = score
+
+    @property
+    def logged(self) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """What was logged; nothing if it cannot be sent, as the score still counts."""
+        logged = self.extra, self.metrics
+        try:
+            json.dumps(logged, default=plain)
+        except (TypeError, ValueError, RecursionError):
+            return {}, {}
+        return ({}, {}) if is_deep(logged) else logged
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         self.extra[column] = values[0] if len(values) == 1 else list(values)

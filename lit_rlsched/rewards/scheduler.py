@@ -17,6 +17,7 @@ from lit_rlsched.rewards.checks import (
     check_env_vars,
     check_memory_limit,
     check_names,
+    check_seen_by_tools,
     check_timeout,
     environment_of,
     is_async,
@@ -128,6 +129,8 @@ class RewardScheduler:
             if environments and names_argument(function, "environments")
         }
         """Functions by number that are called with the environment of a completion."""
+        for index, function in self.of_environments.items():
+            check_seen_by_tools(self.names[index], environment_of(function), self.env_vars)
         self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     @property

@@ -174,6 +174,8 @@ class RoundInProgress:
         if self._hooks.max_num_gen_batches > 1:
             batches = len(self.groups) / self.rule.update_prompts
             metrics["dynamic_sampling/num_gen_batches"] = batches
+        if (control_tokens := self._session.control_tokens) is not None:
+            metrics |= control_tokens.of_prompts(group.prompt for group in self.groups)
         metrics["time/rollout"] = self._seconds
         return DrawnRound(
             self.number,

@@ -167,11 +167,15 @@ class Scorer:
             "trainer_state": self.trainer_state(self.version),
         }
 
+    def timeout(self, group: Group) -> float | None:
+        """Return the seconds that a function may take, if they are the prompt's own."""
+        return None if self.timeouts is None else self.timeouts.of(group.prompt.uid)
+
     def _start(self, group: Group, completion: Completion) -> None:
         self.scheduler.submit(
             f"{group.id}/{completion.index}",
             **self.arguments(group, completion),
-            timeout=None if self.timeouts is None else self.timeouts.of(group.prompt.uid),
+            timeout=self.timeout(group),
             given=completion.given,
         )
 

@@ -7,6 +7,7 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
 
+from lit_rlsched.data.control_tokens import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.engines.spec import EngineSpec
@@ -44,6 +45,7 @@ class RolloutSession:
         on_group: Called with each group once all of its completions are scored.
         heed: See `RolloutController`.
         in_flight: When `update` changes the weights of a rollout in the background.
+        control_tokens: Finds tokens of the chat template in the messages of rows.
         **controller: Further arguments of `RolloutController`.
     """
 
@@ -59,11 +61,13 @@ class RolloutSession:
         on_group: Callable[[Group], None] = lambda group: None,
         heed: Callable[[], None] = lambda: None,
         in_flight: InFlight | None = None,
+        control_tokens: ControlTokens | None = None,
         **controller: Any,
     ) -> None:
         self.engine = engine
         self.spec = spec
         self.scorer = scorer
+        self.control_tokens = control_tokens
         self._sync = sync
         self._synced: Mapping[str, float] = {}
         self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from lit_rlsched.data.control_tokens import RESET, ControlTokens
 from lit_rlsched.data.messages import NO_PROMPT
+from lit_rlsched.environments.answers import Answer
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
-from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.text import content_text
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
 Next = Literal["decodes", "over", "lost", "diverged"]
@@ -31,6 +34,8 @@ class Turns:
             environments.
         max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
         tool_steps: Decode steps after which an answer is used; None: as soon as it is there.
+        timeout: Returns the seconds that those functions may take; None: as all others.
+        control_tokens: Finds tokens of the chat template in replies.
     """
 
     def __init__(
@@ -42,6 +47,8 @@ class Turns:
         row: Callable[[Group, Completion], dict[str, Any]],
         max_tool_calling_iterations: int | None = None,
         tool_steps: int | None = None,
+        timeout: Callable[[Group], float | None] = lambda group: None,
+        control_tokens: ControlTokens | None = None,
     ) -> None:
         self.tool_steps = tool_steps
         self._environments = environments
@@ -49,6 +56,8 @@ class Turns:
         self._scheduler = scheduler
         self._seed = seed
         self._row = row
+        self._timeout = timeout
+        self._control_tokens = control_tokens
         self._most = max_tool_calling_iterations
         self._open: dict[str, Sample] = {}
         """Samples whose session is open, or waits to be opened, by id."""
@@ -61,7 +70,7 @@ class Turns:
         self._repeats: dict[str, _Repeat] = {}
         """Completions whose calls are made again, by id."""
         self.counts: Counter[str] = Counter()
-        """Completions begun, tools called and failed calls of the round."""
+        """Completions begun, turns, tools called, failed calls and control tokens of the round."""
         self._answered: dict[str, tuple[Sample, Next]] = {}
         """What becomes of completions whose environments have answered, by id."""
         self._due: dict[str, tuple[int, int]] = {}
@@ -169,7 +178,10 @@ class Turns:
         completion = sample.completion
         before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
         turn = completion.token_ids[start:end]
+        unparsed = self._chat.unparsed
         message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
+        self.counts["turns"] += 1
+        self.counts["unparsed"] += self._chat.unparsed - unparsed
         completion.messages.append(message)
         return calls
 
@@ -213,7 +225,8 @@ class Turns:
         """Ask for the rewards of a completion that is over, or end its session."""
         if self._scheduler.scores and self._of(sample).factory is not None:
             self._wait_for(sample)
-            self._scheduler.reward(sample.id, self._row(sample.group, sample.completion))
+            row = self._row(sample.group, sample.completion)
+            self._scheduler.reward(sample.id, row, self._timeout(sample.group))
             # unfinished, as long as it is not handed over to be scored
             self._reasons[sample.id] = sample.completion.finish_reason
             sample.completion.finish_reason = None
@@ -314,17 +327,19 @@ class Turns:
             return self._drop(sample, "observation", "it is too long, or changes the prompt")
         if repeats:
             return self._same(sample, more)
+        self._count_control_tokens(observation or "", RESET)
         sample.completion.take_reply(more)
         sample.completion.environment_state = state
         return "decodes"
 
     def _replied(
-        self, sample: Sample, replies: Sequence[tuple[str, str, bool]], state: str
+        self, sample: Sample, replies: Sequence[tuple[str, Any, bool]], state: str
     ) -> Next | None:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
         completion, repeats = sample.completion, sample.id in self._repeats
         self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
         messages = self._chat.replies(completion.messages[-1], replies)
+        as_read = [{**message, "content": content_text(message["content"])} for message in messages]
         have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
         room = sample.group.sampling.max_completion_length - have
         try:
@@ -332,19 +347,29 @@ class Turns:
         except Exception as error:  # what a template raises has many types
             return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
         if repeats:
-            completion.messages += messages
+            completion.messages += as_read
             return self._same(sample, ids or ())
         self._count_wait(sample)  # not what rewards take
+        known = {tool["function"]["name"] for tool in self._of(sample).schemas}
+        for message in as_read:
+            name, text = message["name"], message["content"]
+            # a model writes any name
+            source = f"The tool `{name}`" if name in known else "The reply to an unknown tool"
+            self._count_control_tokens(text, source)
         if ids is None:
             completion.finish_reason = "stop"
             return self._end(sample)
-        completion.messages += messages
+        completion.messages += as_read
         completion.take_reply(ids)
         completion.environment_state = state
         if len(ids) < room:
             return "decodes"
         completion.finish_reason = "length"
         return self._end(sample)
+
+    def _count_control_tokens(self, text: str, source: str) -> None:
+        if self._control_tokens is not None:
+            self.counts["control_tokens"] += self._control_tokens.of_reply(text, source)
 
     def _drop(self, sample: Sample, kind: str, why: str = "") -> Next:
         completion = sample.completion
@@ -396,9 +421,12 @@ class Turns:
             slot_seconds: Seconds of the rollout times slots.
         """
         calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
+        unparsed = self.counts["unparsed"] / max(1, self.counts["turns"])
         return {
             "tools/call_frequency": calls / max(1, begun),
             "tools/failure_frequency": failed / max(1, calls),
+            "tools/unparsed_frequency": unparsed,
+            "tools/control_tokens": float(self.counts["control_tokens"]),
             "tools/wait_ratio": min(1.0, self._waited / slot_seconds) if slot_seconds else 0.0,
         }
 

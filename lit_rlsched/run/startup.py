@@ -11,6 +11,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
+from lit_rlsched.data.control_tokens import ControlTokens
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.row_table import Row, RowTable
 from lit_rlsched.data.source import DomainSource
@@ -85,6 +86,8 @@ class Startup:
         self._eos_token_ids = eos_token_ids(self.policy, self._tokenizer)
         context, embeddings = context_length(self.policy), num_embeddings(self.policy)
         template, environments = settings.chat_template_kwargs, None
+        own_template = (template or {}).get("chat_template")
+        self._control_tokens = ControlTokens(self._tokenizer, own_template)
         if settings.tools is not None:
             environments = settings.tools.environments
             self._chat = ToolChat(self._tokenizer, template, self._eos_token_ids)
@@ -296,6 +299,7 @@ class Startup:
             heed=lambda: heed(trainer),
             in_flight=schedule.in_flight,
             turns=self._turns(scorer),
+            control_tokens=self._control_tokens,
         )
 
     def _turns(self, scorer: Scorer) -> Turns | None:
@@ -320,6 +324,8 @@ class Startup:
             scorer.arguments,
             given.max_tool_calling_iterations,
             given.tool_steps,
+            scorer.timeout,
+            self._control_tokens,
         )
 
     def _warn(self, advice: Advice) -> None:

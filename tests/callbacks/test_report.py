@@ -274,11 +274,14 @@ def test_what_cannot_be_shown_is_said_in_a_sentence(tmp_path):
     with pytest.raises(UsageError, match=r"spans.* has no column `slot`"):
         run_data(run)
     path.unlink()
+    odd = ["[" * 100_000, '{"round": 1e999}', '{"round": "a"}', "[]", "7", '{"a": ' * 500]
+    odd += ['{"round": 2, "completion": ' + "[" * 900 + "]" * 900 + "}", "1" * 5000, "\x00"]
     with (run / "completions.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in odd)
         file.write('{"round": 3, "prompt": "cut by a k')
     of = run_data(run)
     assert of["timelines"] == [] and of["completions"]["of"] == 3
-    assert of["notes"] == ["`completions.jsonl`: 1 of 13 lines cannot be read."]
+    assert of["notes"] == ["`completions.jsonl`: 10 of 22 lines cannot be read."]
     for name in ("completions", "intervals"):
         for path in (run / "traces" / name).glob("*.parquet"):
             path.unlink()

@@ -221,9 +221,10 @@ def test_unreadable_lines_are_left_out_and_counted(tmp_path):
     path = tmp_path / "completions.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     lines[1:3] = [b"\x00\xff\n", b'{"step": 1}\n', b"[]\n"]
+    lines += [b"[" * 100_000 + b"\n", b'{"round": 1e999}\n']
     path.write_bytes(b"".join(lines))
     resumed = RolloutLogger(num_completions=4)
-    with pytest.warns(UserWarning, match=r"completions.jsonl`: 3 of 9 lines .* is line 2\."):
+    with pytest.warns(UserWarning, match=r"completions.jsonl`: 5 of 11 lines .* is line 2\."):
         run(resumed, make_trainer(tmp_path), [2])
     assert [row["round"] for row in read_rows(tmp_path)] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 

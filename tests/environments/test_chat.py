@@ -38,27 +38,61 @@ def add(a: int, b: str) -> str:
     return f"{a}{b}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("content", ["42", " a <b>\nc\n", "", "{'error': 'Tool x not found.'}"])
-def test_replies_are_the_tokens_that_trl_appends(name, content):
-    tokenizer = tokenizer_of(name)
-    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+def theirs_of(tokenizer):
+    """What TRL's trainer has of itself where it makes the tokens of replies."""
     training = None
     if not utils.is_chat_template_prefix_preserving(tokenizer):
         training = utils.get_training_chat_template(tokenizer)
-    theirs = SimpleNamespace(
+    return SimpleNamespace(
         processing_class=tokenizer,
         _tokenizer=tokenizer,
         _is_vlm=False,
         chat_template=training,
         chat_template_kwargs={},
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("content", ["42", " a <b>\nc\n", "", "{'error': 'Tool x not found.'}"])
+def test_replies_are_the_tokens_that_trl_appends(name, content):
+    tokenizer = tokenizer_of(name)
+    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+    theirs = theirs_of(tokenizer)
     one = {"role": "tool", "name": "add", "content": content}
     several = [one, {**one, "content": "7"}]
     if not name.startswith("gemma4"):  # TRL gives all replies of a turn the first name
         several[1]["name"] = "sub"
     for messages in ([one], several):
         assert chat.reply(messages, 512) == trl.GRPOTrainer._get_tool_suffix_ids(theirs, messages)
+
+
+LISTS = [
+    ["first", "second"],
+    [7, 8],
+    [{"title": "Oslo", "text": "capital"}],
+    [],
+    [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}],
+]
+PRINTING = {"qwen2_5": LISTS, "llama3_1": LISTS, "llama3_2": LISTS}
+"""Templates that show any list; TRL gives others the same lists, and they show none of it."""
+SHOWN = PRINTING | {"qwen3_5_think": LISTS[4:], "gemma4": LISTS[4:]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("content", LISTS, ids=str)
+def test_a_list_is_what_trl_makes_of_it_or_a_text(name, content):
+    """The model is told all of it by any template."""
+    tokenizer = tokenizer_of(name)
+    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
+    one = {"role": "tool", "name": "add", "content": content}
+    ids = chat.reply([one], 512)
+    if content in SHOWN.get(name, ()):
+        assert ids == trl.GRPOTrainer._get_tool_suffix_ids(theirs_of(tokenizer), [one])
+    else:
+        joined = "two parts" if content == LISTS[4] else str(content)
+        assert ids == chat.reply([{**one, "content": joined}], 512)
+    text, parts = tokenizer.decode(ids), [*LISTS[0], "7", "8", "Oslo", "capital", "two ", "parts"]
+    assert all(part in text for part in parts if part in str(content))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen3_training"])

@@ -1,19 +1,25 @@
 """Environments behind a real OpenEnv server on loopback."""
 
+import json
+import math
 import os
 import random
 import socket
 import subprocess
 import sys
 import time
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from pydantic import BaseModel, Field, RootModel
 
 from lit_rlsched.environments import openenv as module
+from lit_rlsched.environments import protocol
 from lit_rlsched.environments.openenv import openenv
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
@@ -158,3 +164,126 @@ def test_an_action_with_a_union_is_refused():
     action = {"properties": {"move": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}}
     with pytest.raises(UsageError, match="the field `move` of the action is a union"):
         module._tool("http://here", "step", action)
+
+
+class Move(StrEnum):
+    NORTH = "north"
+    SOUTH = "south"
+
+
+class Piece(BaseModel):
+    name: Literal["rook", "queen"]
+    steps: int = Field(ge=1, le=7)
+
+
+class Play(BaseModel):
+    """Play a move.
+
+    Not for the model.
+    """
+
+    number: int = Field(description="A number\n from 1 to 31.", ge=1, le=31)
+    where: Move
+    how: Literal["fast", "slow"] = "slow"
+    tags: list[Literal["a", "b"]] = Field(max_length=3)
+    piece: Piece
+    other: Piece | None = None
+    word: str = Field(pattern="^[a-z]{5}$", min_length=5)
+    metadata: dict = {}
+
+
+MOVES = {"type": "string", "enum": ["north", "south"]}
+PIECE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "enum": ["rook", "queen"], "title": "Name"},
+        "steps": {"type": "integer", "minimum": 1, "maximum": 7, "title": "Steps"},
+    },
+    "required": ["name", "steps"],
+}
+
+
+def test_the_model_is_told_what_the_server_says_of_each_field():
+    tool = module._tool("http://here", "play", Play.model_json_schema())
+    assert protocol._schema(tool, "it")["function"] == {
+        "name": "play",
+        "description": "Play a move.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "number": {
+                    "type": "integer",
+                    "minimum": 1,
+                    "maximum": 31,
+                    "description": "A number from 1 to 31.",
+                },
+                "where": {**MOVES, "description": "Move"},
+                "how": {
+                    "type": "string",
+                    "enum": ["fast", "slow"],
+                    "default": "slow",
+                    "description": "How",
+                },
+                "tags": {
+                    "type": "array",
+                    "items": {"type": "string", "enum": ["a", "b"]},
+                    "maxItems": 3,
+                    "description": "Tags",
+                },
+                "piece": {**PIECE, "description": "Piece"},
+                "other": {**PIECE, "default": None, "nullable": True, "description": "Piece"},
+                "word": {
+                    "type": "string",
+                    "pattern": "^[a-z]{5}$",
+                    "minLength": 5,
+                    "description": "Word",
+                },
+            },
+            "required": ["number", "where", "tags", "piece", "word"],
+        },
+    }
+
+
+def test_an_action_that_has_several_forms_is_refused():
+    either = RootModel[Play | Piece].model_json_schema()
+    with pytest.raises(UsageError, match="the action is a union"):
+        module._tool("http://here", "step", either)
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        ({"text": "去北 Zürich", "done": False}, "去北 Zürich"),
+        ({"text": "去北", "hint": "ü"}, '{"text": "去北", "hint": "ü"}'),
+        ({"lines": ["🙂"], "score": 1}, '{"lines": ["🙂"], "score": 1}'),
+        ("plain é", "plain é"),
+    ],
+)
+def test_an_observation_is_read_as_its_characters(observation, text):
+    assert module._text(observation) == text
+
+
+class Sent(module.OpenEnv):
+    """Keeps what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+        self._socket = self
+
+    def send(self, message):
+        self.sent.append(json.loads(message)["data"])
+
+    def recv(self):
+        return json.dumps({"data": {"observation": "ok", "done": False}})
+
+
+def test_arguments_that_no_server_reads_are_an_error_and_keep_the_session():
+    game, tool = Sent(), module._tool("http://here", "play", Piece.model_json_schema())
+    for odd in ({"name": "rook"}, {"name": "rook", "steps": 1, "self": 2}, {"name": math.nan}):
+        with pytest.raises(TypeError, match=r"play\(\) has the arguments \['name', 'steps'\]"):
+            tool(game, **odd)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        tool(game, name="rook", steps=math.inf)
+    assert game.sent == [] and game._socket is game
+    assert tool(game, name="rook", steps=3) == "ok" and game.sent == [{"name": "rook", "steps": 3}]

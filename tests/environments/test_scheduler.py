@@ -1,8 +1,11 @@
 """Sessions in worker processes: what goes wrong costs the session that it goes wrong in."""
 
 import asyncio
+import functools
+import math
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -327,3 +330,139 @@ def test_an_async_call_that_takes_too_long_costs_its_session_alone(schedule):
     assert answers(scheduler, 1)["a"].failure.startswith("timeout")
     scheduler.call("b", [("look", {"key": "x"})])
     assert answers(scheduler, 1)["b"].result == [("look", "1", False)]
+
+
+class Judged:
+    """Its reward hangs in a session of the trouble `hang`, and is 1.0 in others."""
+
+    def reset(self, trouble=None, **columns):
+        self.trouble, self.calls = trouble, 0
+
+    def look(self, key: str) -> str:
+        """Look something up.
+
+        Args:
+            key: What to look up.
+        """
+        self.calls += 1
+        return str(self.calls)
+
+    def get_reward(self):
+        if self.trouble == "hang":
+            time.sleep(1000)
+        if self.trouble == "lock":
+            re.match("(a*)*b", "a" * 40)
+        if self.trouble == "slow":
+            time.sleep(2.0)
+        return 1.0
+
+
+class JudgedLater(Judged):
+    async def get_reward(self):
+        if self.trouble == "hang":
+            await asyncio.sleep(1000)
+        return 1.0
+
+
+ROW = {"prompt": "?", "completion": "", "completion_ids": [1], "columns": {}, "trainer_state": None}
+
+
+@pytest.mark.parametrize("kind", [Judged, JudgedLater])
+def test_a_reward_that_takes_too_long_costs_itself_alone(schedule, kind):
+    """Its own time-out ends it, and other sessions of its worker go on where they were."""
+    scheduler = schedule(factory=kind, timeout=60.0)
+    for key in "abc":
+        scheduler.open(key, None, {"trouble": "hang" if key == "b" else None})
+    answers(scheduler, 3)
+    for key in "ac":
+        scheduler.call(key, [("look", {"key": "x"})])
+    answers(scheduler, 2)
+    scheduler.reward("b", ROW, 0.3)
+    ended = answers(scheduler, 1)["b"]
+    assert ended.failure is None and ended.result[0].score is None
+    assert ended.result[0].failure == "timeout: no score within 0.3 s"
+    scheduler.close("b")
+    scheduler.open("d", None, {})  # not with the object that a thread still has
+    assert answers(scheduler, 1)["d"].failure is None
+    for key in "acd":
+        scheduler.call(key, [("look", {"key": "x"})])
+    found = {key: answer.result[0][1] for key, answer in answers(scheduler, 3).items()}
+    assert found == {"a": "2", "c": "2", "d": "1"}
+    for key in "acd":
+        scheduler.reward(key, ROW, 0.3)
+    scores = [answer.result[0].score for answer in answers(scheduler, 3).values()]
+    assert scores == [1.0] * 3
+    for key in "acd":
+        scheduler.close(key)
+    assert len(scheduler._workers) == 1  # with the thread, its process has ended
+
+
+def test_a_reward_that_stops_its_process_fails_as_a_reward(schedule):
+    scheduler = schedule(factory=Judged)
+    scheduler.open("a", None, {"trouble": "lock"})
+    answers(scheduler, 1)
+    scheduler.reward("a", ROW, 0.3)
+    ended = answers(scheduler, 1)["a"]
+    assert ended.failure is None and ended.result[0].failure.startswith("timeout")
+
+
+def test_the_time_out_of_tools_is_not_that_of_rewards(schedule):
+    scheduler = schedule(factory=Judged, timeout=0.2)
+    scheduler.open("a", None, {"trouble": "slow"})
+    answers(scheduler, 1)
+    scheduler.reward("a", ROW)
+    assert answers(scheduler, 1)["a"].result[0].score == 1.0
+
+
+GIVES = {
+    "words": ["first", "second"],
+    "numbers": [7, 8.5, math.inf, None, True],
+    "rows": [{"title": "Oslo", "text": "capital"}],
+    "nothing": [],
+    "parts": [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}],
+}
+PRINTED = {
+    "pairs": [(1, 2), (3, 4)],
+    "keys": [{1: "a"}],
+    "numbers of numpy": [np.float64(1.5)],
+    "objects": [range(3), b"bytes"],
+    "dict": {"a": [1]},
+    "tuple": (1, "a"),
+    "none": None,
+    "deep": functools.reduce(lambda inner, _: [inner], range(150), "x"),
+    "long": ["x" * (5 << 20)],
+}
+
+
+def give(kind: str) -> list:
+    """Give something.
+
+    Args:
+        kind: What.
+    """
+    if kind == "picture":
+        return [{"type": "image", "image": object()}]
+    if kind == "itself":
+        given = []
+        given.append(given)
+        return given
+    if kind == "nowhere":
+        return next(value for value in () if value)
+    return (GIVES | PRINTED)[kind]
+
+
+def test_what_a_tool_gives_comes_as_it_gave_it(schedule):
+    """A list that JSON keeps is a list, anything else is what `str` makes of it, as in TRL."""
+    scheduler = schedule([give])
+    scheduler.open("a", None, {})
+    answers(scheduler, 1)
+    kinds = [*GIVES, *PRINTED, "itself", "picture", "nowhere"]
+    scheduler.call("a", [("give", {"kind": kind}) for kind in kinds])
+    replies = answers(scheduler, 1)["a"].result
+    contents = dict(zip(kinds, (content for _, content, _ in replies), strict=True))
+    assert {kind: contents[kind] for kind in GIVES} == GIVES
+    printed = {kind: str(given)[: 4 << 20] for kind, given in PRINTED.items()}
+    assert {kind: contents[kind] for kind in PRINTED} == printed
+    assert contents["itself"] == "[[...]]"
+    assert "an image" in contents["picture"] and "StopIteration" in contents["nowhere"]
+    assert [failed for _, _, failed in replies] == [False] * (len(kinds) - 2) + [True] * 2

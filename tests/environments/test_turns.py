@@ -21,6 +21,7 @@ from worlds import Troubled, look, notes
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
+    AdaptiveTimeouts,
     DownSampling,
     DrainFilling,
     LengthPrediction,
@@ -657,3 +658,58 @@ def test_short_prompts_are_told_apart(tools_tokenizer):
     others = make_prompts(ROWS[6:], tokenizer, **given)
     assert len({prompt.token_ids for prompt in train}) < 8
     assert others.also_in(train) == [0, 1]
+
+
+class Marked:
+    """Its texts hold control tokens of the tests' tokenizer."""
+
+    def reset(self, **columns) -> str:
+        return " <eos><bos>"
+
+    def look(self, key: str) -> list:
+        """Look something up.
+
+        Args:
+            key: What to look up.
+        """
+        return [{"page": "<bos>"}]
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_control_tokens_from_outside_are_counted_and_told(run):
+    rows = [{"prompt": [{"role": "user", "content": f"{i}<eos>"}]} for i in range(16)]
+    with pytest.warns(UserWarning) as told:
+        _, rounds = run(rows=rows, environment_factory=Marked, max_epochs=1)
+    said = " ".join(str(warning.message) for warning in told)
+    assert all(source in said for source in ("The tool `look`", "`reset` returned", "The row `"))
+    assert said.count("control tokens") == 3
+    metrics, completions = rounds[0].metrics, rounds[0].completions
+    replies = sum(m["role"] == "tool" for c in completions for m in c.messages)
+    assert replies and metrics["tools/control_tokens"] >= 2 * len(completions) + replies
+    assert metrics["rollout/control_tokens"] == len(rounds[0].groups)
+
+
+class Hanging(notes(owns_reward=False)):
+    async def get_reward(self) -> float:
+        import asyncio
+
+        await asyncio.sleep(1000 if self.seed % 2 else 0)
+        return 1.0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_rewards_of_environments_have_the_time_out_of_rewards(run, adaptive):
+    """As other reward functions do: the completion has no reward, and its environment no fault."""
+    callbacks = [AdaptiveTimeouts(minimum=0.1, maximum=0.5)] if adaptive else []
+    given = {} if adaptive else {"reward_timeout": 0.5}
+    module, rounds = run(
+        *callbacks, environment_factory=Hanging, tool_timeout=60.0, max_epochs=1, **given
+    )
+    late = [c for c in rounds[0].completions if c.scores == [None]]
+    assert 0 < len(late) < len(rounds[0].completions)
+    assert all("timeout: no score within" in c.failure for c in late)
+    logged = module.trainer.callback_metrics
+    assert logged["rewards/Hanging/timeouts"] == len(late)
+    assert not any(value for name, value in logged.items() if "dropped/environment" in name)

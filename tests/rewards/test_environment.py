@@ -17,6 +17,7 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import hide_environment, worker_environment
 from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
+from lit_rlsched.settings import UsageError
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -211,3 +212,20 @@ def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(tmp_path):
     environment = {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert "connect() missing 3 required" in run.stderr, run.stderr
+
+
+def test_a_variable_of_one_function_does_not_come_to_where_tools_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tools run where functions are called with environments, and would see it."""
+
+    def keyed(environments: list[Any], **kwargs: Any) -> list[float]:
+        return [1.0]
+
+    keyed.env_vars = ("JUDGE_KEY", "NOWHERE_SET")  # type: ignore[attr-defined]
+    monkeypatch.setenv("JUDGE_KEY", "canary")
+    with pytest.raises(UsageError, match=r"`keyed` has `env_vars=\['JUDGE_KEY'\]`.*reward_env_v"):
+        RewardScheduler([keyed], environments=True)
+    RewardScheduler([keyed], environments=True, env_vars=["JUDGE_KEY"])
+    monkeypatch.delenv("JUDGE_KEY")
+    RewardScheduler([keyed], environments=True)

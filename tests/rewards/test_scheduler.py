@@ -1,4 +1,5 @@
 import functools
+import json
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ from harness import alive, collect, score, submit, wait_until
 
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import printable
 
 GOOD = ["a" * n for n in range(1, 21)]
 
@@ -411,3 +413,21 @@ def test_failures_are_logged_not_flooded(caplog: pytest.LogCaptureFixture) -> No
     assert len(logged) == 2
     assert "`misbehave` gave no score" in logged[0] and "reward_cases.py" in logged[0]
     assert logged[1].endswith("[raised no. 10]")
+
+
+@pytest.mark.parametrize("levels", [50, 150, 990, 5000])
+def test_what_is_logged_may_be_nested_as_deeply_as_a_model_writes(levels: int) -> None:
+    """The score counts; what JSON and tables cannot follow is left out."""
+
+    def logs(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
+        inner: Any = "x"
+        for _ in range(int(completions[0])):
+            inner = [inner]
+        log_extra("inner", [inner])
+        return [1.0]
+
+    jobs, counters = score([logs], [str(levels)])
+    job = jobs[str(levels)]
+    assert job.scores == [1.0] and not any(counters.values())
+    assert ("inner" in job.extra) == (levels < 100)
+    json.dumps(printable(job.extra))

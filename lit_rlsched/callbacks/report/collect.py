@@ -13,7 +13,7 @@ import numpy as np
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
 from lit_rlsched.callbacks.what_if import Simulated, about_of, first, own_schedule, what_if
 from lit_rlsched.run.record import ROUND, TIME, RunRecord, read_run
-from lit_rlsched.run.saving.run_folder import full_name_of
+from lit_rlsched.run.saving.run_folder import full_name_of, read_row
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
@@ -318,9 +318,9 @@ def _rows_of(path: Path) -> Iterable[tuple[int | None, Json]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line)
-                yield int(row["round"]), {name: _cell(name, value) for name, value in row.items()}
-            except (ValueError, KeyError, TypeError, AttributeError):
+                number, row = read_row(line)
+                yield number, {name: _cell(name, value) for name, value in row.items()}
+            except (ValueError, TypeError, AttributeError):
                 yield None, {}  # cut by a kill
 
 

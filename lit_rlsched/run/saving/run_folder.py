@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.processes import require_posix
 from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import is_deep
 
 LOCK = "run.json"
 """File that describes the process that uses the folder. The process keeps it locked."""
@@ -256,8 +257,24 @@ def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) 
     """Return a run's last round, from the names of checkpoints and the written completions."""
     numbers = [int(m[1]) for path in broken if (m := re.match(r"round_(\d+)", path.name))]
     for folder in folders:
-        with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+        with suppress(OSError, ValueError, IndexError):
             with (folder / "completions.jsonl").open("rb") as file:
                 lines = [line for line in file if line.endswith(b"\n")]
-            numbers.append(int(json.loads(lines[-1])["round"]))
+            numbers.append(read_row(lines[-1])[0])
     return max(numbers, default=None)
+
+
+def read_row(line: bytes) -> tuple[int, dict[str, Any]]:
+    """Return the round and the columns of a line of `completions.jsonl`.
+
+    Raises:
+        ValueError: the line is no such row.
+    """
+    try:
+        row = json.loads(line)
+        number = int(row["round"])
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"no row: {error!r}") from None
+    if is_deep(row):
+        raise ValueError("no row: it is nested too deeply")
+    return number, row
