@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from seen_rounds import Rounds
+from trl.trainer.utils import repeat_iterable_dataset
 
 from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
 from lit_rlsched.data.source import DomainSource
@@ -24,7 +25,12 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 def source_of(
-    rows: Any, seed: int = 0, shuffle: bool = False, most: int = 9, check: Any = None
+    rows: Any,
+    seed: int = 0,
+    shuffle: bool = False,
+    most: int = 9,
+    check: Any = None,
+    multiple: int = 1,
 ) -> StreamSource:
     stream = rows
     if isinstance(rows, list):
@@ -36,7 +42,23 @@ def source_of(
         max_prompt_length=most,
         seed=seed,
         shuffle=shuffle,
+        multiple=multiple,
     )
+
+
+@given(size=st.integers(1, 7), each=st.integers(1, 7), passes=st.integers(1, 3))
+def test_passes_of_whole_rounds_are_those_of_trl(size: int, each: int, passes: int) -> None:
+    rows = rows_of(size)
+    source = source_of(rows, multiple=each)
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    theirs = [
+        row["uid"] for row in repeat_iterable_dataset(stream, mini_repeat_count=1, batch_size=each)
+    ] * passes
+    drawn = [draw for _ in range(len(theirs) // each) for draw in source.draw(each)]
+    assert [draw.prompt.uid for draw in drawn] == theirs
+    if not theirs:
+        with pytest.raises(UsageError, match=f"`prompts_per_round={each}`"):
+            source.draw(each)
 
 
 @given(
