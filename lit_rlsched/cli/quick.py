@@ -19,6 +19,7 @@ import yaml
 from lit_rlsched import __version__
 from lit_rlsched.cli import help as cli_help
 from lit_rlsched.settings import did_you_mean, suggestion
+from lit_rlsched.text import hide_keys
 
 Node = dict[str, Any]
 """A part of the schema."""
@@ -55,7 +56,7 @@ class Refusal(SystemExit):
     def show(self, more: str = "") -> None:
         """Print the message to stderr."""
         tip = f"tip: `{self.command} --help` lists the settings{more}."
-        print(f"error: {self.message}\n{tip}", file=sys.stderr, flush=True)
+        print(f"error: {hide_keys(self.message)}\n{tip}", file=sys.stderr, flush=True)
 
 
 def answer(args: list[str]) -> None:

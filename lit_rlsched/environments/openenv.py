@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import hide_keys
 
 _TYPES = {
     "string": str,
@@ -104,7 +105,7 @@ class OpenEnv:
             RuntimeError: its connection was lost.
         """
         if self._lost:
-            raise RuntimeError(f"The connection to {self.url} was lost in an episode.")
+            raise RuntimeError(f"The connection to {hide_keys(self.url)} was lost in an episode.")
         return self._total
 
 
@@ -129,20 +130,21 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
 
         RolloutDataModule(rows, environment_factory=openenv("http://127.0.0.1:8000", "guess"))
     """
+    shown = hide_keys(url)
     if find_spec("websockets") is None:
         raise UsageError(
-            f"`environment_factory={url}` needs a package: `pip install 'lit-rlsched[openenv]'`."
+            f"`environment_factory={shown}` needs a package: `pip install 'lit-rlsched[openenv]'`."
         )
     try:
         with urlopen(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
             action = json.load(answer)["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"`environment_factory={url}`: no OpenEnv server answers at {url}/schema ({error}). "
-            "Start it, or correct the address."
+            f"`environment_factory={shown}`: no OpenEnv server answers at {shown}/schema "
+            f"({error}). Start it, or correct the address."
         ) from None
     # classes of several servers are told apart by their names
-    name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc}")
+    name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc.rpartition('@')[2]}")
     made = type(name, (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
     made.__module__ = __name__
     return made
@@ -157,7 +159,7 @@ def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
         kind = _TYPES.get(str(schema.get("type")))
         if kind is None:
             raise UsageError(
-                f"`environment_factory={url}`: the field `{field}` of the action is a "
+                f"`environment_factory={hide_keys(url)}`: the field `{field}` of the action is a "
                 f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
                 "each kind of action, which calls `_step`."
             )
