@@ -8,7 +8,7 @@ import yaml
 from lit_rlsched.settings import did_you_mean
 
 
-class KeyTwice(yaml.MarkedYAMLError):
+class KeyTwice(yaml.MarkedYAMLError):  # type: ignore[misc]
     """A key stands twice."""
 
 

@@ -35,8 +35,8 @@ def plain(message: str, parser: argparse.ArgumentParser) -> str:
     *_, words = re.split(r'Parser key "[\w.]+":', first)
     said = " ".join(words.removeprefix("- ").split())
     value = re.search(r"Given value: ([^\n]*)", message)
-    shown = f"{key}={value[1]}" if value else key
-    return f"`{shown}`: {said}" if key else said
+    given = f"={value[1]}" if value else ""
+    return f"`{key}{given}`: {said}" if key else said
 
 
 def _no_argument(match: re.Match[str], key: str) -> str:

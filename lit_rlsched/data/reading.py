@@ -61,7 +61,9 @@ def each(rows: Iterable[Any], at: At) -> Iterator[Any]:
         number += getattr(row, "num_rows", 1)
 
 
-def for_each(call: Callable[[Any, int], Any], rows: Iterable[Any], at: At, first: int = 0) -> list:
+def for_each(
+    call: Callable[[Any, int], Any], rows: Iterable[Any], at: At, first: int = 0
+) -> list[Any]:
     """Call a function with each row and its number: an error names the row, and the column."""
     row, number, results = None, first, []
     try:
