@@ -187,13 +187,21 @@ _VALUE = re.compile(
     r"|\b(?:sk|gsk|xai)-[\w-]{16,}|\bhf_[A-Za-z0-9]{20,}"
 )
 """User and password of an address, credentials of HTTP, and keys known by their prefix."""
+_ADDRESS = re.compile(r"(?<=://)[^\s\"'`)]+")
+_QUERY_VALUE = re.compile(r"([?&#](?:[^=&#]+=)?)[^&#]+")
+
+
+def hide_keys(text: str) -> str:
+    """Return a text without what looks like a key, nor what the query of an address holds."""
+    shown = _VALUE.sub(REDACTED, text)
+    return _ADDRESS.sub(lambda found: _QUERY_VALUE.sub(rf"\1{REDACTED}", found[0]), shown)
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
     """Return settings without secrets.
 
     Removed are strings under names such as `api_key` and `hf_token`, values of HTTP headers, values
-    of environment variables with such names, and strings that look like a key.
+    of environment variables with such names, and what `hide_keys` hides.
 
     Args:
         settings: Nested dicts and lists of plain values.
@@ -211,4 +219,4 @@ def without_secrets(settings: Any, name: str = "") -> Any:
     for variable, secret in os.environ.items():
         if _NAME.search(variable) and len(secret) >= 8:
             settings = settings.replace(secret, REDACTED)
-    return _VALUE.sub(REDACTED, settings)
+    return hide_keys(settings)

@@ -53,6 +53,12 @@ def refused(capfd, tmp_path):
             "There is no option `--data.num_generation`. Did you mean `--data.num_generations`?",
         ),
         ("--trainer.max_epoch=3", "`--trainer.max_epoch`. Did you mean `--trainer.max_epochs`?"),
+        ("--trainer.max_epochs=[1]", "`trainer.max_epochs=[1]`: must be a whole number or null."),
+        ("--data.num_generations=true", "`data.num_generations=True`: must be a whole number."),
+        (
+            "--data={num_generations: 8, num_generations: 4}",
+            "`num_generations` stands in line 1 already",
+        ),
         ("--data.num_generations=lots", "`data.num_generations=lots`: must be a whole number."),
         ("--trainer.max_epochs=x", "`trainer.max_epochs=x`: must be a whole number or null."),
         (
@@ -112,7 +118,7 @@ JUDGE = "lit_rlsched.rewards.JudgeReward"
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{model: 3.5}}}}]}}",
-            "`data.reward_funcs.model`: Expected a <class 'str'>. Got value: 3.5",
+            "`data.reward_funcs.model=3.5`: must be a string.",
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}s, init_args: {{model: m}}}}]}}",

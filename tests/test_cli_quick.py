@@ -14,6 +14,7 @@ from jsonargparse import capture_parser
 
 from lit_rlsched import __version__, callbacks, engines
 from lit_rlsched.cli import main as cli
+from lit_rlsched.cli.config_files import KeyTwice, check_keys
 from lit_rlsched.cli.errors import OnlyInFiles
 from lit_rlsched.cli.help import GROUPS
 from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
@@ -377,3 +378,68 @@ def test_every_class_of_the_package_is_a_topic(answered) -> None:
             if issubclass(cls, RemembersInit) and cls not in (RolloutEngine,):
                 out, _, code = answered("fit", "--help", name)
                 assert code == 0 and out.startswith(f"{name}: "), name
+
+
+def in_file(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return said("fit", "-c", str(path))
+
+
+TREES = st.recursive(
+    st.integers(0, 9),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1) | st.lists(inner),
+    max_leaves=8,
+)
+
+
+def places(tree: object) -> int:
+    """Number of mappings in a tree that have a key."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return isinstance(tree, dict) + sum(map(places, inner))
+
+
+def doubled(tree: object, place: list[int]) -> str:
+    """Flow style, with the first key of one mapping written twice."""
+    if isinstance(tree, list):
+        return f"[{', '.join(doubled(one, place) for one in tree)}]"
+    if not isinstance(tree, dict):
+        return str(tree)
+    place[0] -= 1
+    again = place[0] == -1
+    pairs = [f"{key}: {doubled(value, place)}" for key, value in tree.items()]
+    return f"{{{', '.join([*pairs, f'{next(iter(tree))}: 0'] if again else pairs)}}}"
+
+
+@given(tree=TREES.filter(places), data=st.data())
+def test_a_key_that_stands_twice_is_refused_at_any_depth(tree: object, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, places(tree) - 1))
+    check_keys(doubled(tree, [-9]))
+    with pytest.raises(KeyTwice, match="stands in line 1 already") as error:
+        check_keys(doubled(tree, [place]))
+    assert error.value.problem_mark.line == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer:\n  max_steps: 1\ntrainer: {}\n", "line 3 .*`trainer` stands in line 1 already"),
+        ("data:\n  slots: 1\n  slots: 1\n", "line 3 .*`slots` stands in line 2 already"),
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("- a\n", "holds a list"),
+        ("x", "holds a single value"),
+        ("trainer: 5\n", "`trainer=5`: must hold settings by name"),
+        ("a: \x01\n", "cannot be read as YAML"),
+        (b"\xff\xfe", "cannot be read as YAML"),
+        ("a: " + "[" * 600, "cannot be read as YAML"),
+        ("trainer:\n  max_epochs: 1e3\n", r"`trainer.max_epochs=1e3`: .*whole number.*`1000`"),
+    ],
+    ids=range(11),
+)
+def test_what_is_no_configuration(tmp_path: Path, text: str | bytes, message: str) -> None:
+    assert re.search(message, in_file(tmp_path / "run.yaml", text))
+
+
+def test_a_key_may_be_given_over_that_of_an_anchor(tmp_path: Path) -> None:
+    text = "trainer: &a {max_epochs: 1}\ndata:\n  <<: *a\n  max_epochs: 2\n"
+    assert "There is no setting `data.max_epochs`" in in_file(tmp_path / "run.yaml", text)

@@ -1,15 +1,19 @@
 import json
+import math
 import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lightning import Trainer
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import CompletionWriter
 from lit_rlsched.cli.main import main
 from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.text import printable
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +62,75 @@ def test_parquet_and_rows_without_the_columns_of_rewards(predict, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+TRAINER = Trainer(accelerator="cpu", **QUIET)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.recursive(
+    SCALARS | st.integers(-(2**70), 2**70) | st.dates() | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("ab") | st.integers(0, 1), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+CHATS = st.just([{"role": "user", "content": "1"}]) | st.just([{"role": "user"}]) | st.just("1")
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"prompt": CHATS, "completion": CHATS},
+        optional={"answer": VALUES, "gold": SCALARS, "info": st.dictionaries(st.text(), VALUES)},
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Do what the Trainer does with the callback, one row at a time."""
+    writer = CompletionWriter(str(path))
+    for row in rows:
+        writer.write_on_batch_end(TRAINER, None, [row])
+    writer.on_predict_epoch_end(TRAINER, None)
+
+
+def same(read: object, written: object) -> bool:
+    if isinstance(written, float) and math.isnan(written):
+        return isinstance(read, float) and math.isnan(read)
+    return read == written
+
+
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=ROWS)
+def test_parquet_has_each_value_of_each_row(tmp_path: Path, rows: list[dict]) -> None:
+    path = tmp_path / "answers.parquet"
+    write(path, rows)
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.parquet"]
+    table = pq.read_table(path)
+    assert {*table.column_names} == {name for row in rows for name in row}
+    for read, row in zip(table.to_pylist(), rows, strict=True):
+        for name in read.keys() - {"completion"}:
+            value = row.get(name)
+            if isinstance(value, str):
+                assert read[name] == printable(value)
+            elif not same(read[name], value):  # no common type
+                assert isinstance(read[name], str)
+                try:
+                    text = json.dumps(value, default=str)
+                except TypeError:
+                    text = json.dumps(str(value))
+                assert read[name] == text
+
+
+def test_rows_that_cannot_be_parquet_are_kept_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"completion": "a", "prompt": 1}, {"completion": "b", 1: 3, "1": 4}]
+    (tmp_path / "answers.parquet.tmp").mkdir()  # Parquet cannot be written there
+    with pytest.warns(UserWarning, match=r"They are in `.*answers\.jsonl`"):
+        write(tmp_path / "answers.parquet", rows)
+    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == rows[0] and len(lines) == 2
+
+
 def test_a_second_time_without_the_columns_of_rewards(tmp_path, tiny_model, digits):
     data = RolloutDataModule(
         [{"prompt": "1+1=", "answer": "2"}],
@@ -66,9 +139,8 @@ def test_a_second_time_without_the_columns_of_rewards(tmp_path, tiny_model, digi
         engine=TransformersEngine(),
         max_completion_length=4,
     )
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     for _ in range(2):
-        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **QUIET)
         with pytest.warns(UserWarning, match="No rewards are computed: .*answer"):
             ((rows,),) = [trainer.predict(GRPOModule(tiny_model), datamodule=data)]
         assert rows[0]["digits"] is None

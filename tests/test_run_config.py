@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -39,7 +41,7 @@ from lit_rlsched.run.run_config import (
 )
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.settings import plain
-from lit_rlsched.text import without_secrets
+from lit_rlsched.text import hide_keys, without_secrets
 
 # Arguments of a constructor.
 
@@ -128,6 +130,14 @@ def test_secrets_are_removed_whatever_they_are_called(monkeypatch):
         "other": ["[redacted]", "[redacted]", "hf-internal-testing/tiny", None, 1.5],
         "reward_env_vars": ["OPENAI_API_KEY"],
     }
+
+
+@given(st.lists(st.text("xyz0%+/:@=-", min_size=1), min_size=1, max_size=3))
+def test_the_query_of_an_address_keeps_its_names_alone(values: list[str]) -> None:
+    query = "&".join(f"n{place}={value}" for place, value in enumerate(values))
+    hidden = "&".join(f"n{place}=[redacted]" for place in range(len(values)))
+    text = f"GET 'https://host/v1?{query}#top' has failed"
+    assert hide_keys(text) == f"GET 'https://host/v1?{hidden}#[redacted]' has failed"
 
 
 def test_a_configuration_without_secrets_stays_as_the_user_wrote_it():

@@ -2,22 +2,32 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.settings import RemembersInit, UsageError
-from lit_rlsched.text import as_text
+from lit_rlsched.text import as_text, printable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class CompletionWriter(RemembersInit, BasePredictionWriter):
     """Write the completions of `predict` to a file, one row each, as JSON lines or Parquet.
 
-    On by default in the CLI. The file gets its name once it is complete; until then its name ends
-    in `.tmp`.
+    On by default in the CLI. The file gets its name once it is complete; until then its rows are
+    JSON lines in a file whose name ends in `.jsonl.tmp`.
+
+    A Parquet file has a column for each that any row has. If its values have no common type (text
+    and numbers, integers of more than 64 bits, texts beside chats, dicts with other keys), the
+    column is text: strings as they are, other values as JSON.
 
     See `docs/howto/validate_and_predict.md`.
 
@@ -61,33 +71,86 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *_: Any
     ) -> None:
-        """Append the rows of a prompt to a JSONL file, or keep them for a Parquet file."""
+        """Append the rows of a prompt to a JSONL file, which may become Parquet at the end."""
         self.num_completions += len(prediction)
         if not trainer.is_global_zero:
             return
         if self.file(trainer).suffix == ".parquet":
             self._rows += prediction
-            return
         begun = self.num_completions > len(prediction)
         with self._unfinished(trainer).open("a" if begun else "w", encoding="ascii") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in prediction)
+            file.writelines(_line(row) + "\n" for row in prediction)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the file and give it its name."""
         if not self.num_completions or not trainer.is_global_zero:
             return
-        unfinished = self._unfinished(trainer)
-        if self._rows:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            # calls have arguments of any type, and a column has one
-            rows = [{**row, "completion": as_text(row["completion"])} for row in self._rows]
-            pq.write_table(pa.Table.from_pylist(rows), unfinished)
-            self._rows = []
-        os.replace(unfinished, self.file(trainer))
+        path, unfinished = self.file(trainer), self._unfinished(trainer)
+        if path.suffix == ".parquet":
+            rows, self._rows = self._rows, []
+            part = path.with_name(f"{path.name}.tmp")
+            try:
+                _write_parquet(rows, part)
+            except Exception as error:  # what was computed is not lost
+                with suppress(OSError):
+                    part.unlink()
+                os.replace(unfinished, path := path.with_suffix(".jsonl"))
+                why = f"{type(error).__name__}: {error}"
+                rank_zero_warn(
+                    f"The rows cannot be written as Parquet. They are in `{path}`. ({why})"
+                )
+                return
+            unfinished.unlink()
+            unfinished = part
+        os.replace(unfinished, path)
 
     def _unfinished(self, trainer: Trainer) -> Path:
-        path = self.file(trainer)
+        path = self.file(trainer).with_suffix(".jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.name}.tmp")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, default=str)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
+        return json.dumps({str(name): json.loads(_as_json(value)) for name, value in row.items()})
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(str(value))
+
+
+def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write a column for each that any of the rows has; a completion is readable text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{**row, "completion": as_text(row["completion"])} for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {printable(str(name)): column([row.get(name) for row in rows]) for name in names}
+    pq.write_table(pa.table(columns), path)
+
+
+def column(values: Sequence[Any]) -> "pa.Array":
+    """Return values as Arrow: with their type, or as text if a type would change one of them.
+
+    In such a column text is as it was, and any other value is JSON.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) < 2 or kinds == {int, float}:
+        with suppress(Exception):  # of several kinds: too wide, types that differ inside
+            array = pa.array(values)
+            if kinds <= {str, bool, int, float}:
+                return array
+            pq.write_table(pa.table({"": array}), pa.BufferOutputStream())
+            if array.to_pylist() == [*values]:
+                return array
+    texts = [v if v is None or isinstance(v, str) else _as_json(v) for v in values]
+    return pa.array(printable(texts), pa.string())

@@ -9,14 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import yaml
+from jsonargparse import set_loader
+from jsonargparse._loaders_dumpers import yaml_load
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
+from lit_rlsched.cli.config_files import check_keys
 from lit_rlsched.cli.quick import Refusal
 from lit_rlsched.cli.wording import plain
 from lit_rlsched.settings import UsageError
+
+
+def _load(text: str) -> Any:
+    check_keys(text)
+    return yaml_load(text)
+
+
+set_loader("yaml", _load, (yaml.YAMLError,))
 
 
 class Parser(LightningArgumentParser):

@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 import yaml
 
 from lit_rlsched import __version__
+from lit_rlsched.cli import config_files
 from lit_rlsched.cli import help as cli_help
 from lit_rlsched.settings import did_you_mean, suggestion
+from lit_rlsched.text import hide_keys
 
 Node = dict[str, Any]
 """A part of the schema."""
@@ -55,7 +57,7 @@ class Refusal(SystemExit):
     def show(self, more: str = "") -> None:
         """Print the message to stderr."""
         tip = f"tip: `{self.command} --help` lists the settings{more}."
-        print(f"error: {self.message}\n{tip}", file=sys.stderr, flush=True)
+        print(f"error: {hide_keys(self.message)}\n{tip}", file=sys.stderr, flush=True)
 
 
 def answer(args: list[str]) -> None:
@@ -190,7 +192,12 @@ class Check:
         Raises:
             Unclear: the rest cannot be judged here.
         """
-        for option, value in _pairs(args):
+        pairs = [*_pairs(args)]
+        files = [v for o, v in pairs if o in ("-c", "--config") and self._settings]
+        for given in files:  # whatever cannot be judged of the rest
+            if not _is_inline(given) and (wrong := config_files.read(given)[1]):
+                yield wrong
+        for option, value in pairs:
             if not option and self.arguments:
                 continue
             if not option:
@@ -204,16 +211,12 @@ class Check:
                 yield from self._option(option, value)
 
     def _file(self, given: str) -> Iterator[str]:
-        path = Path(given)
-        if given.lstrip().startswith("{") or "\n" in given:
+        if _is_inline(given):
             raise Unclear
-        if not path.is_file():
-            yield no_file(path)
+        content, wrong_file = config_files.read(given)
+        if wrong_file:
+            yield wrong_file
             return
-        if said := bad_yaml(given, path):
-            yield said
-            return
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         for wrong in self._wrong(content, {"properties": self._settings}, ""):
             where = "" if isinstance(wrong, Unknown) and wrong.owner else f" (given in `{given}`)"
             yield wrong if isinstance(wrong, str) else wrong.message(where)
@@ -223,7 +226,11 @@ class Check:
         content: Any = value
         if value.lstrip().startswith(("[", "{")):
             try:
+                config_files.check_keys(value)
                 content = yaml.safe_load(value)
+            except config_files.KeyTwice as error:
+                yield f"`{option}`: {error.problem}."
+                return
             except yaml.YAMLError:
                 raise Unclear from None
         for name in reversed(path):
@@ -253,6 +260,13 @@ class Check:
         """Yield unknown names in and below the setting `path`, or a sentence."""
         kinds = list(alternatives(node))
         items = [kind["items"] for kind in kinds if isinstance(kind.get("items"), dict)]
+        groups = all(
+            "properties" in kind and "class_path" not in kind["properties"] for kind in kinds
+        )
+        if kinds and groups and not isinstance(value, dict | str | None):  # text may name a file
+            names = [f"`{name}`" for name in kinds[0]["properties"] if name[0] != "$"]
+            yield f"`{path}={value}`: must hold settings by name, such as {', '.join(names[:3])}."
+            return
         if isinstance(value, list):
             for entry in value if items else ():
                 yield from self._wrong(entry, items[0], path)
@@ -301,7 +315,8 @@ class Check:
             if name in known:
                 yield from self._wrong(inner, known[name], prefix + name)
             else:
-                yield Unknown(prefix + name, [prefix + one for one in known], owner)
+                names = [prefix + one for one in known if not one.startswith("$")]
+                yield Unknown(prefix + name, names, owner)
 
 
 def alternatives(node: Node) -> Iterator[Node]:
@@ -339,7 +354,7 @@ def fits(text: str, kinds: list[Node]) -> bool:
     if any(text == str(choice) for kind in kinds for choice in kind.get("enum", ())):
         return True
     try:
-        float(text)  # also 1e-6, which YAML reads as text
+        (float if "number" in named else int)(text)  # also 1e-6, which YAML reads as text
         return bool(named & {"integer", "number"})
     except ValueError:
         pass
@@ -354,7 +369,17 @@ def bad_value(key: str, given: str, choices: list[str], names: list[str]) -> str
     if choices:
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"
-    return f"`{key}={given}`: must be {' or '.join(_WORDS.get(n, n) for n in names)}."
+    said = f"`{key}={given}`: must be {' or '.join(_WORDS.get(n, n) for n in names)}."
+    return f"{said}{whole_number(given)}" if "integer" in names else said
+
+
+def whole_number(given: str) -> str:
+    """Return how to write a number such as `1e3` as a whole one; empty if it is none."""
+    try:
+        number = float(given)
+        return f" Write `{int(number)}`." if number == int(number) else ""
+    except (ValueError, OverflowError):
+        return ""
 
 
 def _class_path(kind: Node) -> Node:
@@ -377,6 +402,11 @@ def _written(dashes: str, setting: str) -> str:
     return f"`{dashes if setting[0].islower() else ''}{setting}`"
 
 
+def _is_inline(given: str) -> bool:
+    """Whether the value of `--config` is a configuration, and not the name of a file."""
+    return given.lstrip().startswith("{") or "\n" in given
+
+
 def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
     """Yield options and their values; an argument that belongs to none as the value of ``."""
     rest = iter(args)
@@ -388,19 +418,3 @@ def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
             yield option, value
         else:
             yield option, next(rest, "")
-
-
-def no_file(path: Path) -> str:
-    """Return a sentence about a configuration file that does not exist."""
-    others = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    return f"`--config {path}`: there is no such file.{did_you_mean(str(path), others)}"
-
-
-def bad_yaml(given: str, path: Path) -> str:
-    """Return a sentence about a file that is not valid YAML; empty if it is."""
-    try:
-        yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        return f"`{given}`{line} is not valid YAML: {error.problem}."
-    return ""

@@ -126,8 +126,14 @@ def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
 
 
 def _map(path: Path) -> pa.Table:
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_stream(file).read_all()
+    try:
+        with pa.memory_map(str(path)) as file:
+            return pa.ipc.open_stream(file).read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(
+            f"`{path}`, which keeps rows or tokens that were read before, is damaged ({error}). "
+            "Delete it: it is then made again."
+        ) from error
 
 
 Row = dict[str, Any]
@@ -320,7 +326,10 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
         UsageError: the row has no stable name.
     """
     if (given := row.get("uid")) is not None:
-        return str(given)
+        try:
+            return str(given).encode().decode()
+        except ValueError as error:  # half of a surrogate pair, or too many digits
+            raise UsageError(f"Row {number} has a `uid` that is no text ({error}).") from None
     columns = {str(name): value for name, value in row.items() if name != "uid"}
     try:
         return f"{stable_hash(_ENCODER.encode(columns)):016x}"
@@ -329,7 +338,7 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
             f"Row {number} has a {error} in its columns, which looks different in every run, so "
             "that no stable name can be made from the row. Add a column `uid`."
         ) from None
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"Row {number}: no stable name can be made from its columns ({error}). "
             "Add a column `uid`, or make every key of its dicts a string."

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,16 @@ from typing import Any
 import pyarrow as pa
 
 from lit_rlsched.data.messages import NO_PROMPT, normalized
+from lit_rlsched.data.reading import (
+    decoded,
+    each,
+    for_each,
+    json_of,
+    naming,
+    of_batch,
+    read_json,
+    unreadable,
+)
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
@@ -23,11 +34,6 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 
 _FORMAT = "rows-4"
 """Changes when rows are stored in another way."""
-_OTHER_FORMATS = {
-    b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
-    b"\xff\xfe": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
-    b"\xfe\xff": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
-}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
 """Columns that other trainers give to the model beside the prompt."""
@@ -53,7 +59,8 @@ def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     Raises:
         UsageError: a row is not usable; the message names the data set, the row and the column.
     """
-    table = _load(spec)
+    with naming("rows" if isinstance(spec, list | tuple) else name_of(spec)):
+        table = _load(spec)
     if has_objects:
         return table.told_apart()
     for columns, number in table.column_sets.items():
@@ -95,7 +102,8 @@ def is_stream(spec: Any) -> bool:
 
 def open_stream(spec: Any) -> Any:
     """Return the `datasets.IterableDataset`, whose rows have plain Python values."""
-    stream = spec.dataset() if isinstance(spec, HubDataset) else spec
+    with naming(name_of(spec)):
+        stream = spec.dataset() if isinstance(spec, HubDataset) else spec
     return _one_split(stream, type(stream).__name__).with_format(None)
 
 
@@ -114,7 +122,7 @@ def _read(spec: str) -> RowTable:
         if not path.is_file():
             raise UsageError(f"There is no file `{path}` to read prompts from.")
         if path.suffix == ".json":
-            return _of_list(_read_json(path), spec)
+            return _of_list(read_json(path, partial(_at, spec)), spec)
         with path.open("rb") as file:
             key = digest(_FORMAT, path.suffix, hashlib.file_digest(file, "sha256").hexdigest())
         if path.suffix == ".jsonl":
@@ -135,7 +143,7 @@ def _read(spec: str) -> RowTable:
 def _of_dataset(data: Any, name: str) -> RowTable:
     form = data.format
     if form["type"] == "custom":  # a transform, which may give other values each time
-        return _of_list([*data], name)
+        return _of_list([*each(data, partial(_at, name))], name)
     if not form["output_all_columns"] and {*form["columns"]} != {*data.column_names}:
         data = data.select_columns(form["columns"])
     key = digest(_FORMAT, data._fingerprint, len(data))
@@ -162,26 +170,26 @@ def _of_rows(opened: Callable[[], Iterable[Any]], key: str, name: str) -> RowTab
     """Store the rows of a `datasets.Dataset` that decodes them as JSON."""
 
     def batches() -> Iterator[pa.RecordBatch]:
-        rows, first = iter(opened()), 0
+        rows, first = each(opened(), partial(_at, name)), 0
         while some := [*islice(rows, BATCH)]:
             some = _checked(some, name, first)
-            if not all(map(is_json, some)):
+            if not _are_json(some, name, first):
                 raise _NotJson
-            yield record_batch(some, first, [*map(json.dumps, some)])
+            yield record_batch(some, first, _dumped(some, name, first))
             first += len(some)
         _check_some(first, name)
 
     try:
         return RowTable(mapped(key, batches), key)
     except _NotJson:
-        return _of_list([*opened()], name)
+        return _of_list([*each(opened(), partial(_at, name))], name)
 
 
 def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
-    first = 0
-    for table in tables:
+    first, at = 0, partial(_at, name)
+    for table in each(tables, at):
         for batch in table.combine_chunks().to_batches(BATCH):
-            rows = _checked(batch.to_pylist(), name, first)
+            rows = _checked(of_batch(batch, at, first), name, first)
             yield record_batch(rows, first, batch.to_struct_array())
             first += len(rows)
     _check_some(first, name)
@@ -190,12 +198,14 @@ def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
     _check_some(len(rows), name)
     rows = _checked(rows, name)
-    if not all(map(is_json, rows)):
+    if not _are_json(rows, name):
+        for_each(lambda row, _: pickle.dumps(row), rows, partial(_at, name))  # rewards get them
         batch = record_batch(rows, 0, [""] * len(rows))
         return RowTable(pa.Table.from_batches([batch]), None, rows)
     content = hashlib.sha256()
-    for row in rows:
-        content.update(json.dumps(row).encode() + b"\n")
+    for first in range(0, len(rows), BATCH):
+        for text in _dumped(rows[first : first + BATCH], name, first):
+            content.update(text.encode() + b"\n")
     key = digest(_FORMAT, content.hexdigest())
     return RowTable(mapped(key, lambda: _batches(rows)), key)
 
@@ -204,6 +214,14 @@ def _batches(rows: Sequence[Row]) -> Iterator[pa.RecordBatch]:
     for first in range(0, len(rows), BATCH):
         some = rows[first : first + BATCH]
         yield record_batch(some, first, list(map(json.dumps, some)))
+
+
+def _are_json(rows: Sequence[Row], name: str, first: int = 0) -> bool:
+    return all(for_each(lambda row, _: is_json(row), rows, partial(_at, name), first))
+
+
+def _dumped(rows: Sequence[Row], name: str, first: int = 0) -> list[str]:
+    return for_each(lambda row, _: json.dumps(row), rows, partial(_at, name), first)
 
 
 def is_json(value: Any) -> bool:
@@ -223,14 +241,17 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
     first, rows, texts = 0, [], []
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
-            if not (line := _decode(raw, path, number).strip()):
+            if not (line := decoded(raw, path, number).strip()):
                 continue
             try:
-                rows.append(json.loads(line))
+                rows.append(check_row(json_of(line), number, at))
             except json.JSONDecodeError as error:
                 raise UsageError(f"{at(number)} is not JSON: {error}.") from None
+            except (UsageError, MemoryError):
+                raise
+            except Exception as error:
+                raise unreadable(at(number), error) from error
             texts.append(line)
-            rows[-1] = check_row(rows[-1], number, at)
             if len(rows) == BATCH:
                 yield record_batch(rows, first, texts)
                 first, rows, texts = first + BATCH, [], []
@@ -251,6 +272,8 @@ def _is_encoded_parquet(path: Path) -> bool:
     import pyarrow.parquet
 
     schema = pyarrow.parquet.read_schema(path)
+    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise UsageError(f"`{path}` has two columns `{twice[0]}`. Rename or remove one of them.")
     if b"huggingface" not in (schema.metadata or {}) and "extension<" not in str(schema):
         return False
     from datasets import Features
@@ -263,18 +286,6 @@ def _open_parquet(path: Path, key: str) -> Any:
     from datasets import Dataset
 
     return Dataset(pyarrow.parquet.read_table(path), fingerprint=key)
-
-
-def _read_json(path: Path) -> list[Row]:
-    try:
-        rows = json.loads(_decode(path.read_bytes(), path))
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
-        ) from None
-    if not isinstance(rows, list):
-        raise UsageError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
-    return rows
 
 
 def _open_folder(path: Path) -> Any:
@@ -300,21 +311,6 @@ def _one_split(data: Any, name: str) -> Any:
     return data["train"]
 
 
-def _decode(raw: bytes, path: Path, line: int = 1) -> str:
-    """Decode UTF-8, without a byte order mark; `line` is the number of the first line in `raw`."""
-    if line == 1 and raw[:2] in _OTHER_FORMATS:
-        what, fix = _OTHER_FORMATS[raw[:2]]
-        raise UsageError(f"`{path}`, line 1: the file {what}, not UTF-8. {fix}")
-    try:
-        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        number = line + raw.count(b"\n", 0, error.start)
-        raise UsageError(
-            f"`{path}`, line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}). If the file is "
-            "Latin-1, convert it: `iconv -f LATIN1 -t UTF-8`."
-        ) from None
-
-
 def _check_some(number: int, name: str) -> None:
     if not number:
         raise UsageError(f"The data set `{name}` is empty.")
@@ -322,7 +318,7 @@ def _check_some(number: int, name: str) -> None:
 
 def _checked(rows: Sequence[Any], name: str, first: int = 0) -> list[Row]:
     at = partial(_at, name)
-    return [check_row(row, number, at) for number, row in enumerate(rows, start=first)]
+    return for_each(partial(check_row, at=at), rows, at, first)
 
 
 def _at(name: str, number: int) -> str:

@@ -5,9 +5,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from lit_rlsched.data.messages import columns_of, prompt_of
+from lit_rlsched.data.reading import each, for_each
 from lit_rlsched.data.row_table import Row, other_columns, row_uid
 from lit_rlsched.data.rows import check_prompt, check_row, is_json
 from lit_rlsched.data.source import Draw, check_same_order
@@ -47,7 +49,7 @@ class RowStream:
     @property
     def column_sets(self) -> dict[tuple[str, ...], int]:
         """Columns of the first row, which is row 0."""
-        return {tuple(row): 0 for row in self.rows.take(1)}
+        return {tuple(row): 0 for row in each(self.rows.take(1), lambda _: "The stream, row 0")}
 
 
 class StreamSource:
@@ -109,10 +111,10 @@ class StreamSource:
             if self.shuffle:
                 stream = stream.shuffle(seed=self.seed, buffer_size=BUFFER)
             stream.set_epoch(self.epoch)
-            self._rows = iter(stream)
+            self._rows = each(stream, self._at)
         if (row := next(self._rows, None)) is None:
             return None
-        row = check_row(row, self.offset, self._at)
+        (row,) = for_each(partial(check_row, at=self._at), [row], self._at, self.offset)
         uid = row_uid(row, self.offset)
         if not self.has_objects:
             check_prompt(columns_of(row), self._at(self.offset))
@@ -129,7 +131,8 @@ class StreamSource:
 
     def _prompt(self, uid: str, row: Row) -> Prompt:
         at = self._at(self.offset - 1)
-        if not is_json(row):
+        (plain,) = for_each(lambda row, _: is_json(row) and json.dumps(row), [row], lambda _: at)
+        if not plain:
             raise UsageError(
                 f"{at} has values that JSON cannot hold, so that no checkpoint could keep the row. "
                 "Convert them (`stream.map(...)`) or remove their column."

@@ -169,7 +169,7 @@ class ToolChat:
         Raises:
             ValueError: the template cannot render this reply.
         """
-        messages = [{**message, "content": self._readable(message["content"])} for message in messages]
+        messages = [{**each, "content": self._readable(each["content"])} for each in messages]
         if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None
         # some templates take the name of a reply from its call, which they find by its id

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from lit_rlsched.settings import UsageError
+from lit_rlsched.text import hide_keys
 
 _OWN = ("metadata", "done", "reward")
 """Fields of each action and observation that are not the environment's."""
@@ -97,7 +98,7 @@ class OpenEnv:
             RuntimeError: its connection was lost.
         """
         if self._lost:
-            raise RuntimeError(f"The connection to {self.url} was lost in an episode.")
+            raise RuntimeError(f"The connection to {hide_keys(self.url)} was lost in an episode.")
         return self._total
 
 
@@ -122,20 +123,21 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
 
         RolloutDataModule(rows, environment_factory=openenv("http://127.0.0.1:8000", "guess"))
     """
+    shown = hide_keys(url)
     if find_spec("websockets") is None:
         raise UsageError(
-            f"`environment_factory={url}` needs a package: `pip install 'lit-rlsched[openenv]'`."
+            f"`environment_factory={shown}` needs a package: `pip install 'lit-rlsched[openenv]'`."
         )
     try:
         with urlopen(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
             action = json.load(answer)["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"`environment_factory={url}`: no OpenEnv server answers at {url}/schema ({error}). "
-            "Start it, or correct the address."
+            f"`environment_factory={shown}`: no OpenEnv server answers at {shown}/schema "
+            f"({error}). Start it, or correct the address."
         ) from None
     # classes of several servers are told apart by their names
-    name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc}")
+    name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc.rpartition('@')[2]}")
     made = type(name, (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
     made.__module__ = __name__
     return made
@@ -154,7 +156,7 @@ def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
     for field, schema in fields.items():
         if not isinstance(schema.get("type"), str):
             raise UsageError(
-                f"`environment_factory={url}`: the field `{field}` of the action is a "
+                f"`environment_factory={hide_keys(url)}`: the field `{field}` of the action is a "
                 f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
                 "each kind of action, which calls `_step`."
             )

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from lit_rlsched.processes import PROXIES
 from lit_rlsched.rewards.judge import Judge, NoAnswer, Unparsed, redact, secrets_in
@@ -19,7 +20,8 @@ class JudgeReward(Judge):
 
     Args:
         model: Name of the model at the endpoint.
-        base_url: Address of the endpoint, such as `http://localhost:8000/v1`.
+        base_url: Address of the endpoint, such as `http://localhost:8000/v1`. A query is sent with
+            each request.
         api_key_env: Environment variable that holds the key. The judge is then called in reward
             workers of its own, and only these see the key. None: the endpoint needs no key.
         max_retries: Number of times a failing endpoint is asked again.
@@ -129,8 +131,12 @@ class JudgeReward(Judge):
 
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
+            address = urlsplit(self.base_url)
             self._client = openai.AsyncOpenAI(
-                base_url=self.base_url, api_key=self._key() or "none", max_retries=self.max_retries
+                base_url=address._replace(query="").geturl(),  # it would put its path behind this
+                default_query=dict(parse_qsl(address.query)),
+                api_key=self._key() or "none",
+                max_retries=self.max_retries,
             )
             self._loop = loop
         return self._client

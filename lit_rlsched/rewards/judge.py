@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
+from urllib.parse import unquote, unquote_plus, urlsplit
 
 from lit_rlsched.rewards.functions import Completion
 from lit_rlsched.settings import RemembersInit, UsageError
-from lit_rlsched.text import REDACTED, as_text, content_text
+from lit_rlsched.text import REDACTED, as_text, content_text, hide_keys
 from lit_rlsched.types import stable_hash
 
 CONTROL_TOKENS = re.compile(
@@ -63,9 +64,12 @@ def _spelled_out(found: re.Match[str]) -> str:
 
 
 def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]:
-    """Return the key, the user and password in the address, and the values of extra headers."""
-    user = re.match(r"https?://([^/@]+)@", base_url)
-    found = [key, *(user[1].split(":") if user else [])]
+    """Return the key, those in the address, and the values of extra headers and queries."""
+    address = urlsplit(base_url)
+    found = [key, *address.netloc.rpartition("@")[0].split(":")]
+    for part in address.query.split("&"):
+        name, _, value = part.partition("=")
+        found += [part, value or name, unquote(value or name), unquote_plus(value or name)]
     for name in ("extra_headers", "extra_query"):
         found += [str(value) for value in (request.get(name) or {}).values()]
     return sorted({text for text in found if len(text) >= 4}, key=len, reverse=True)
@@ -73,6 +77,7 @@ def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]
 
 def redact(text: str, secrets: Iterable[str]) -> str:
     """Return the text without these secrets and without anything else that looks like a key."""
+    text = hide_keys(text)
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     return KEYS.sub(REDACTED, text)
@@ -343,7 +348,7 @@ class Judge(RemembersInit, ABC):
         return compiled
 
     def _called(self, field: str, value: object) -> str:
-        return f"`{type(self).__name__}({field}={value!r})`"
+        return hide_keys(f"`{type(self).__name__}({field}={value!r})`")
 
     def _warn(self, kind: str, reason: str) -> None:
         logger.warning("`%s` gave no score for a completion: %s: %s", self.__name__, kind, reason)

@@ -134,9 +134,14 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
     if not path.exists():
         raise UsageError(f"trace {str(path)!r}: there is no such file or folder")
     table = Traces(path).rows("spans") if path.is_dir() else _rows(path)
-    if not table or "tokens" not in table[0]:
-        raise UsageError(f"trace {str(path)!r} needs rows with a column `tokens`, as spans have")
-    if "request" not in table[0]:
+    names = {name for row in table for name in row} & {"tokens", "request"} | {"tokens"}
+    for number, row in enumerate(table or [{}]):
+        if lacking := [name for name in sorted(names) if row.get(name) is None]:
+            raise UsageError(
+                f"trace {str(path)!r} needs rows with a column `{lacking[0]}`, as spans have; row "
+                f"{number} (the first is 0) has none"
+            )
+    if "request" not in names:
         return [row["tokens"] for row in table]
     totals: Counter[str] = Counter()
     for row in table:
@@ -145,8 +150,17 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+    where = f"trace {str(path)!r}"
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
 
-        return pq.read_table(path).to_pylist()
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            return pq.read_table(path).to_pylist()
+        rows, lines = [], path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, start=1):
+            where = f"trace {str(path)!r}, line {number}"
+            rows += [dict(json.loads(line))] if line.strip() else []
+        return rows
+    except Exception as error:  # pyarrow's and json's have no other base
+        why = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{where} cannot be read as rows ({why})") from error

@@ -23,6 +23,7 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards.engine_judge import EngineJudgeReward
 from lit_rlsched.rewards.judge import Judge, Unparsed
+from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "examples" / "countdown" / "model")
@@ -63,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(429, {"error": {"message": "later"}}, {"Retry-After-Ms": "10"})
             case ["denied"]:
                 key = self.headers["Authorization"]
-                self.reply(401, {"error": {"message": f"who are you? no {key}, nor sk-ab12***yz"}})
+                told = f"who are you? no {key}, nor sk-ab12***yz at {self.path}"
+                self.reply(401, {"error": {"message": told}})
             case ["grades", grade]:
                 self.say(f"<score>{grade}</score>")
             case ["grades", grade, "quotes", *words]:
@@ -324,12 +326,17 @@ def test_no_key_is_told(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("JUDGE_KEY", "sesame-open")
     secret = {"extra_headers": {"X-Other": "hush-hush"}}
     address = endpoint.url.replace("http://", "http://user:password1@")
+    address += "?api_key=in%2Fquery&v=a2"
     judge = JudgeReward("m", address, api_key_env="JUDGE_KEY", request_kwargs=secret)
     jobs, _ = score([judge], ["denied", "echoes"])
     told = str([(job.failures, job.extra) for job in jobs.values()])
     assert "who are you? no [redacted]" in told and jobs["echoes"].scores == [0.3]
-    for text in ("sesame", "hush", "password1", "sk-ab12"):
+    assert "?api_key=[redacted]&v=[redacted]" in told
+    for text in ("sesame", "hush", "password1", "sk-ab12", "in%2F", "in/query", "a2"):
         assert text not in told
+    with pytest.raises(UsageError) as error:
+        JudgeReward("m", "ftp://user:password1@host?key=query1", max_retries=-1)
+    assert "password1" not in str(error.value) and "query1" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -95,3 +95,21 @@ def test_an_oracle_knows_each_completion_of_a_group():
     oracle = Oracle({"p@0/0": 20, "p@0/2": 80})
     first, second, third = oracle.predict([Sample(group, c) for c in completions])
     assert (first, third) == (20, 48) and np.isnan(second)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"tokens": 1}\n{"tokens"', "line 2 cannot be read"),
+        ("a.jsonl", b'{"tokens": 1}\n[1]', "line 2 cannot be read"),
+        ("a.jsonl", b'{"tokens": 1}\n{"request": "a", "tokens": 2}', "column `request`.*row 0"),
+        ("a.jsonl", b'{"tokens": 1}\n{"other": 2}', "column `tokens`.*row 1"),
+        ("a.jsonl", b"\xff", "cannot be read"),
+        ("a.parquet", b"PAR1", "cannot be read"),
+        ("a.parquet", b"", "cannot be read"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_named(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{name}'.*{said}"):
+        TraceLengths(tmp_path / name)

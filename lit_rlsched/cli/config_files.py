@@ -1,0 +1,72 @@
+"""Configuration files: what of a file in YAML is no configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_rlsched.settings import did_you_mean
+
+
+class KeyTwice(yaml.MarkedYAMLError):  # type: ignore[misc]
+    """A key stands twice."""
+
+
+def read(given: str) -> tuple[dict[str, Any], str]:
+    """Return the settings in a file, or a sentence about what is wrong with it.
+
+    Args:
+        given: Its path.
+    """
+    path = Path(given)
+    if not path.is_file():
+        folder = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
+        return (
+            {},
+            f"`--config {path}`: there is no such file.{did_you_mean(given, map(str, folder))}",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_keys(text)
+        content = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        return {}, f"`{given}`{line} is not valid YAML: {error.problem}."
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return {}, f"`{given}` cannot be read as YAML: {' '.join(str(error).split())}."
+    if content is None:
+        return {}, f"`{given}` is empty. Write settings into it, or leave it out of the command."
+    if not isinstance(content, dict):
+        kind = "list" if isinstance(content, list) else "single value"
+        return {}, f"`{given}` holds a {kind}. It must hold settings, such as `data:`, by name."
+    return content, ""
+
+
+def check_keys(text: str) -> None:
+    """Refuse YAML with a key that stands twice, as one of its values would be lost.
+
+    Raises:
+        KeyTwice: names the key and both lines.
+    """
+    seen: set[int] = set()
+    waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, yaml.ScalarNode | None) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting += [key, value]
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (name := (key.tag, key.value)) in lines:
+                problem = (
+                    f"`{key.value}` stands in line {lines[name]} already, and one of the two would "
+                    "be lost. Make them one"
+                )
+                raise KeyTwice(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
