@@ -29,7 +29,7 @@ from lit_rlsched.run.facts import facts_from
 from lit_rlsched.run.saving.traces import FACTS
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
-from lit_rlsched.settings import UsageError, check_count, check_range
+from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
 from lit_rlsched.simulation.pipeline import Machine, Outcome, slowdown_of
 from lit_rlsched.simulation.workload import Workload
@@ -138,6 +138,7 @@ def simulate(
         overlay: File for the configuration of the recommended schedule.
         picture: File for a picture of the table: .png, .svg or .pdf.
     """
+    check_ranges("simulate", locals())
     if trace is None and lengths is None:
         raise UsageError(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
@@ -152,10 +153,6 @@ def simulate(
         "max_completion_length": max_completion_length,
     }
     given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
-        check_count("simulate", name, value, 1)
-    if slowdown is not None:
-        check_range("simulate", "slowdown", slowdown, slowdown >= 1, "1 or more")
     traces = None if trace is None else Traces(trace)
     if traces is not None:
         traces.check()
