@@ -1,6 +1,5 @@
 """The data module: holds prompts, engine and rewards, and gives the Trainer optimizer steps."""
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
-from lit_rlsched.settings import KnownArguments, types_checked
+from lit_rlsched.settings import KnownArguments, arguments_checked
 from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings, ToolSettings
 from lit_rlsched.types import Sampling
 
@@ -164,8 +163,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     ) -> None:
         super().__init__()
         given = locals()
-        parameters = inspect.signature(RolloutDataModule).parameters.values()
-        with types_checked("RolloutDataModule", parameters, given):
+        with arguments_checked("RolloutDataModule", [RolloutDataModule], given):
             checks.check_settings(given)
         data_sets = ["train_data", "val_data", "test_data", "predict_data"]
         objects = ["reward_funcs", "tools", "environment_factory", "engine"]

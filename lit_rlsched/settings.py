@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -41,48 +42,134 @@ def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> 
             )
 
 
-def check_count(owner: str, name: str, value: object, least: int, why: str = "") -> None:
-    """Refuse a value that is not a whole number of at least `least`.
+SMALLEST, LARGEST, MOST = 1e-12, 1e12, 2**31 - 1
+"""Least and largest size of a number that is not 0, and the largest whole number: float32 has them,
+and sums of several, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers that a setting may be."""
+
+    least: float
+    most: float
+    open: tuple[bool, bool]
+    """Whether `least` and `most` are outside."""
+    whole: bool
+    optional: bool
+    """Whether it may be `None`."""
+    why: str
+
+    @classmethod
+    def read(cls, text: str, why: str) -> "Range":
+        """Read a range as in `ranges.csv`: `[0;1)`, `(0;)`, whole numbers `1..8`, `1..?`, `any`."""
+        optional, text = text.endswith("?"), text.removesuffix("?")
+        if text == "any":
+            return cls(-math.inf, math.inf, (False, False), True, optional, why)
+        if ".." in text:
+            low, _, high = text.partition("..")
+            return cls(int(low), int(high or MOST), (False, False), True, optional, why)
+        low, _, high = text[1:-1].partition(";")
+        ends = text[0] == "(" and bool(low), text[-1] == ")" and bool(high)
+        return cls(float(low or -LARGEST), float(high or LARGEST), ends, False, optional, why)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value, or each entry of a list or dict, is in the range."""
+        if value is None:
+            return self.optional
+        if hasattr(value, "tolist"):  # of NumPy or torch
+            value = value.tolist()
+        if isinstance(value, Mapping | list | tuple | Set):
+            return all(map(self.holds, value.values() if isinstance(value, Mapping) else value))
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        if value in (self.least, self.most) and self.open[value == self.most]:
+            return False
+        return bool(self.least <= value <= self.most and (self.whole or _has_size(value)))
+
+    def __str__(self) -> str:
+        """What to do, in words."""
+        if self.whole:
+            least = f", {self.least} or more" if self.least > -math.inf else ""
+            most = f" and at most {self.most:,}" if self.most < MOST else ""
+            return f"must be a whole number{least}{most}"
+        least, most = map(_digits, (self.least, self.most))
+        if self.most == LARGEST:
+            if self.least == -LARGEST:
+                return "use a finite number"
+            return f"use more than {least}" if self.open[0] else f"use {least} or more"
+        if self.open[0]:
+            return f"use more than {least}, {'less than' if self.open[1] else 'at most'} {most}"
+        return f"use {least}{' or more and less than' if self.open[1] else ' to'} {most}"
+
+
+def _has_size(value: Any) -> bool:
+    return value == 0 or bool(SMALLEST <= abs(value) <= LARGEST)
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.0f}" if 1000 <= number < 1e10 else f"{number:g}"
+
+
+def _csv_rows(name: str) -> list[list[str]]:
+    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
+        return [*csv.reader(file)][1:]
+
+
+@functools.cache
+def ranges() -> dict[str, dict[str, Range]]:
+    """The range of each number that a class or command of ours takes, by owner and name."""
+    found: dict[str, dict[str, Range]] = {}
+    for owner, name, text, why in _csv_rows("ranges.csv"):
+        found.setdefault(owner, {})[name] = Range.read(text, why)
+    return found
+
+
+def check_ranges(owner: str, given: Mapping[str, Any], named: str | None = None) -> None:
+    """Refuse numbers outside of the ranges of `ranges.csv`.
 
     Args:
-        owner: Class with the setting.
-        name: Name of the setting.
-        value: Its value.
-        least: The smallest value allowed.
-        why: One more sentence for the message: a reason or an alternative.
+        owner: Class or command with the settings.
+        given: Settings by name; those without a range are not looked at.
+        named: What the message names in place of the owner, such as a class that inherits from it.
     """
-    if type(value) is not int or value < least:
-        message = f"`{owner}({name}={value!r})`: must be a whole number, {least} or more. {why}"
+    for name, allowed in ranges().get(owner, {}).items():
+        if name not in given or allowed.holds(value := given[name]):
+            continue
+        size = ""
+        if isinstance(value, int) and allowed.whole and value > MOST:
+            size = f" and at most {MOST:,}"
+        elif isinstance(value, Real) and abs(value) < math.inf and not _has_size(value):
+            size = f", of a size from {SMALLEST:g} to {LARGEST:g}"
+        message = f"`{named or owner}({name}={value!r})`: {allowed}{size}. {allowed.why}"
         raise UsageError(message.rstrip())
 
 
-def check_range(owner: str, name: str, value: object, inside: bool, allowed: str) -> None:
-    """Refuse a value that is not `inside` the range that `allowed` says in words."""
-    if not inside:
-        raise UsageError(f"`{owner}({name}={value!r})`: use {allowed}.")
-
-
 def check_choice(owner: str, name: str, value: object, choices: Collection[str]) -> None:
-    """Refuse a value that is not one of `choices`; for `owner` and `name` see `check_count`."""
+    """Refuse a value that is not one of `choices` for the setting `name` of the class `owner`."""
     if value not in choices:
         known = ", ".join(map(repr, choices))
         raise UsageError(f"`{owner}({name}={value!r})` is unknown. Use one of {known}.")
 
 
 @contextmanager
-def types_checked(
-    owner: str, parameters: Iterable[inspect.Parameter], given: Mapping[str, Any]
+def arguments_checked(
+    owner: str, classes: Sequence[type], given: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Refuse arguments that are of another type than their annotation, or no word of a `Literal`.
+    """Refuse arguments out of their range, of another type than their annotation, or no choice.
 
     Numbers, words, lists and dicts are checked; for a class any object is accepted. What the block
-    refuses itself comes first, since it knows the reason.
+    refuses itself comes before the types, since it knows the reason.
 
     Args:
-        owner: Class with the arguments.
-        parameters: Of its constructor.
-        given: Arguments by name; others than those of the constructor are ignored.
+        owner: Class that the message names.
+        classes: Those whose constructors take the arguments.
+        given: Arguments by name; others than those of the constructors are ignored.
     """
+    parameters = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]  # type: ignore[misc]
+    for cls in classes:
+        if cls.__module__.partition(".")[0] == __package__:
+            check_ranges(cls.__name__, given, owner)
     try:
         yield
     except UsageError:
@@ -167,7 +254,7 @@ def _said(hint: Any) -> str:
 
 
 def check_name(owner: str, name: str, value: object, why: str) -> None:
-    """Refuse an object in place of a name; for `owner` and `name` see `check_count`."""
+    """Refuse an object in place of a name; for `owner` and `name` see `check_choice`."""
     if not isinstance(value, str):
         kind = type(value).__name__
         raise UsageError(f"`{owner}({name}=...)` is a `{kind}` object: give a string. {why}")
@@ -223,9 +310,8 @@ def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ())
 def trl_names() -> dict[str, list[list[str]]]:
     """TRL's names, ours (empty: no counterpart) and a remark, by the headings of the page."""
     rows: dict[str, list[list[str]]] = {}
-    with Path(__file__).with_name("trl_names.csv").open(encoding="utf-8", newline="") as file:
-        for heading, *row in [*csv.reader(file)][1:]:
-            rows.setdefault(heading, []).append(row)
+    for heading, *row in _csv_rows("trl_names.csv"):
+        rows.setdefault(heading, []).append(row)
     return rows
 
 
@@ -341,16 +427,16 @@ class RemembersInit(KnownArguments):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = _remembering(cls, cls.__init__)  # type: ignore[method-assign]
 
 
-def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+def _remembering(cls: type, init: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
-        with types_checked(type(self).__name__, signature.parameters.values(), given.arguments):
+        with arguments_checked(type(self).__name__, [cls], given.arguments):
             init(self, *args, **kwargs)
         given.apply_defaults()  # last by the class of the object itself
         self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}

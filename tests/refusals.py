@@ -160,6 +160,7 @@ def with_adapters(adapters: AdapterSpec | None) -> None:
 keyed = partial(score)
 keyed.env_vars = "JUDGE_KEY"  # type: ignore[attr-defined]
 COUNT = "must be a whole number, "
+SECONDS = "use 0.01 to 1,000,000. It is a number of seconds"
 SORTED = r"`SortedBatching\(.*"
 BESIDE = {"engine": en.ProcessEngine(en.TransformersEngine())}
 grpo, rloo = partial(GRPOModule, "m"), partial(RLOOModule, "m")
@@ -170,9 +171,9 @@ sorted_partial = partial(cb.SortedBatching, mode="partial", max_staleness=1)
 
 CALLBACKS = [
     bad(cb.AdaptiveTimeouts, "use 1 or more", scale=0.9),
-    bad(cb.AdaptiveTimeouts, "use a number of seconds", minimum=-1),
-    bad(cb.AdaptiveTimeouts, "use a number of seconds", maximum="30"),
-    bad(cb.AdaptiveTimeouts, "must be above 0", minimum=0.0),
+    bad(cb.AdaptiveTimeouts, SECONDS, minimum=-1),
+    bad(cb.AdaptiveTimeouts, SECONDS, maximum="30"),
+    bad(cb.AdaptiveTimeouts, SECONDS, minimum=0.0),
     bad(cb.AdaptiveTimeouts, "maximum=4.0.*Lower `minimum`, or raise", minimum=5.0, maximum=4.0),
     bad(cb.CompletionWriter, "use a name in", path="x.csv"),
     *each(cb.DownSampling, COUNT + "2 or more", keep=(1, 2.0)),
@@ -199,11 +200,11 @@ CALLBACKS = [
     *each(cb.ParallelismPlanner, "must be a power of two", minimum=(0, 2.0, 3)),
     bad(cb.RolloutLogger, COUNT + "1 or more", every_n_rounds=0),
     bad(cb.RolloutLogger, COUNT + "1 or more", pictures_every_n_rounds=0),
-    *each(cb.RoundCheckpoint, "use 0 <", max_share=(0.0, 2.0)),
-    bad(cb.RoundCheckpoint, "must be 1 or more", keep=0),
+    *each(cb.RoundCheckpoint, "use more than 0, at most 1", max_share=(0.0, 2.0)),
+    bad(cb.RoundCheckpoint, COUNT + "1 or more", keep=0),
     *each(cb.SortedBatching, SORTED + COUNT + "1 or", pool_rounds=(0, 1.5, None)),
     *each(cb.SortedBatching, SORTED + COUNT + "1", update_prompts=(0, 2.0)),
-    *each(cb.SortedBatching, "must be 1 or more", oversubscribe=(0.99, INF)),
+    *each(cb.SortedBatching, "use 1 or more", oversubscribe=(0.99, INF)),
     bad(sorted_partial, SORTED + COUNT + r"1 or more\. For .*`mode='verified'`", max_staleness=0),
     bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
     bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
@@ -216,10 +217,10 @@ CALLBACKS = [
 
 LOSSES = [
     ("`importance_sampling_mode=None` to switch", {"importance_sampling_clip_max": 0.0}),
-    ("must not be negative", {"epsilon": -0.1}),
-    ("must not be negative", {"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}),
-    ("must not be negative", {"epsilon_high": -0.1}),
-    ("must not be negative", {"beta": -0.1}),
+    ("use 0 or more", {"epsilon": -0.1}),
+    ("use 0 or more", {"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}),
+    ("use 0 or more", {"epsilon_high": -0.1}),
+    ("use 0 or more", {"beta": -0.1}),
     ("must exceed", {"delta": 1.2}),
     ("must exceed", {"delta": 1.25, "epsilon_high": 0.28}),
     ("no effect on `loss_type='rloo'`", {"delta": 4.0, "loss_type": "rloo"}),
@@ -241,7 +242,7 @@ MODULES = [
     *(bad(make, says, **loss) for says, loss in LOSSES for make in (grpo, checked, lost)),
     unnamed(some_loss, "needs `ref_logp`", beta=0.1),
     unnamed(some_loss, "divides by `max_completion_length`", loss_type="dr_grpo"),
-    bad(rloo, "must be 0 or more", learning_rate=-1.0),
+    bad(rloo, "use 0 to 100", learning_rate=-1.0),
     bad(rloo, "`loss_type='rloo'`", old_logprobs="engine"),
     bad(grpo, r"no effect on `adv.*\+\+'`", scale_rewards="none", advantage="reinforce++"),
     bad(GRPOModule, r"`GRPOModule\(model=...\)` is a `Linear` object", nn.Linear(2, 2)),
@@ -314,11 +315,11 @@ ENGINES = [
     bad(en.SimulatedEngine, "1 or more", max_jump=0),
     bad(en.SimulatedEngine, "1 or more", kv_block=0),
     bad(en.SimulatedEngine, "1 or more", kv_capacity=0),
-    unnamed(en.SimulatedEngine, r"cannot cost less than 0.*-1\.0", per_running=-1.0),
+    bad(en.SimulatedEngine, "use 0 or more", per_running=-1.0),
     unnamed(en.SimulatedEngine, "at least one length", lengths=[]),
     bad(in_ray, "`tensor_parallel_size`", resources={"GPU": 2}),
-    bad(in_ray, "must be above 0", resources={"CPU": 0}),
-    *each(in_ray, "a finite number above 0", timeout=(0, INF)),
+    bad(in_ray, "use more than 0", resources={"CPU": 0}),
+    *each(in_ray, SECONDS, timeout=(0, INF)),
     bad(en.RayEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
     bad(en.ProcessEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
     *(
@@ -352,10 +353,10 @@ REWARDS = [
         bad(partial(RewardScheduler, [len]), says, **setting)
         for says, setting in (
             ("has 2 entries, but", {"reward_weights": [1.0, 2.0]}),
-            ("must be at least 1", {"workers": 0}),
+            (COUNT + "1 or more", {"workers": 0}),
             ("expected a size such as '2GiB'", {"memory_limit": "much"}),
             ("use '64MiB' or more", {"memory_limit": "1MB"}),
-            ("must be a positive number", {"timeout": 0}),
+            ("use 0.01 to 1,000,000", {"timeout": 0}),
         )
     ),
     bad(RewardScheduler, "is a torch module", [nn.Linear(1, 1)]),
@@ -381,8 +382,8 @@ REWARDS = [
             ("is not a regular expression", {"score_pattern": "(a"}),
             ("has 2 groups: exactly one", {"score_pattern": r"(\d)/(\d)"}),
             ("the first must be less", {"score_range": (5, 1)}),
-            ("use 1 or more", {"max_tokens": 0}),
-            ("use 0 or more", {"max_retries": -1}),
+            (COUNT + "1 or more", {"max_tokens": 0}),
+            (COUNT + "0 or more", {"max_retries": -1}),
             ("use letters, digits and underscores", {"name": "my judge"}),
             ("an address such as 'http://localhost:8000/v1'", {"base_url": "localhost:8000/v1"}),
             ("is not set", {"api_key_env": "NO_SUCH_KEY"}),
@@ -406,7 +407,7 @@ REWARDS = [
 ONE_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TOUCH = "open('/tmp/touched-by-an-answer', 'w')"
 TASKS = [
-    bad(Countdown, "must be 1 or more", size=0),
+    bad(Countdown, COUNT + "1 or more", size=0),
     *each(Countdown, "must give sizes of 2 or more a share", numbers=({1: 1.0}, {}, {3: 0.0})),
     unnamed(ReasoningGym, "`config` sets", "chain_sum", config={"seed": 1}),
     bad(
@@ -550,13 +551,13 @@ ROWS = [*(*CALLBACKS, *MODULES, *DATA_MODULES, *ENGINES, *REWARDS, *TASKS, *DATA
 
 AT_FIT = [
     bad(trains, "use 2 or more", num_generations=1),
-    bad(trains, "use 1 or more", prompts_per_round=0),
+    bad(trains, COUNT + "1 or more", prompts_per_round=0),
     bad(trains, "is more than `train_data` holds: 80", prompts_per_round=100),
     bad(trains, r"does not divide .*=4`. Use one of \[1, 2, 4\]", steps_per_round=3),
-    bad(trains, "use 1 or more", num_iterations=0),
-    bad(trains, "use 1 or more", num_engines=0),
+    bad(trains, COUNT + "1 or more", num_iterations=0),
+    bad(trains, COUNT + "1 or more", num_engines=0),
     bad(trains, "is more than `prompts_per_round=4`.* Use 4 or less", num_engines=5),
-    bad(trains, "use 1 or more", max_completion_length=0),
+    bad(trains, COUNT + "1 or more", max_completion_length=0),
     bad(trains, "leaves no room", max_completion_length=512),
     bad(trains, "use more than 0", temperature=0.0),
     bad(trains, "use more than 0", val_temperature=0.0),
@@ -564,7 +565,7 @@ AT_FIT = [
     bad(trains, "has 2 entries, but", reward_weights=[1.0, 2.0]),
     bad(trains, "cannot hold .* Use 28 or more", micro_batch_tokens=20),
     bad(trains, "leaves nothing to validate", val_greedy=False, val_data=[{"prompt": "1"}]),
-    bad(trains, "use more than 0 seconds", reward_timeout=0.0),
+    bad(trains, "use 0.01 to 1,000,000", reward_timeout=0.0),
     during("empty", train_data=[]),
     during("row 0.*`prompt`", train_data=[{"text": "1+1="}]),
     during("no file `no/such/file.jsonl`", train_data="no/such/file.jsonl"),

@@ -146,6 +146,14 @@ def test_what_would_be_lost_is_refused(lora, settings, said, adapter, tiny_model
         configured(adapter(tiny_model_untied, **lora), **settings)
 
 
+@pytest.mark.parametrize("given", [{"lora_alpha": 8}, {"lora_target_modules": ["q_proj"]}])
+def test_settings_of_adapters_are_refused_where_there_are_none(given, tiny_model):
+    (name,) = given
+    with pytest.raises(UsageError, match=f"`{name}=.* has no effect with `lora_rank=0`"):
+        configured(tiny_model, **given)
+    assert configured(tiny_model, lora_rank=2, **given).hparams[name] == given[name]
+
+
 def test_settings_that_are_the_adapters_are_taken(adapter, tiny_model):
     folder = adapter(tiny_model, target_modules=["v_proj", "q_proj"])
     given = {"lora_rank": 4, "lora_alpha": 6, "lora_target_modules": ["q_proj", "v_proj"]}

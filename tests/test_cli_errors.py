@@ -80,7 +80,10 @@ def refused(capfd, tmp_path):
         ("--config=nowhere.yaml", "nowhere.yaml`: there is no such file."),
         ("--config=configs/pod.yaml", "configs/pods.yaml`?"),
         ("configs/pods.yaml", "Did you mean `--config configs/pods.yaml`?"),
-        ("--data.prompts_per_round=0", "`prompts_per_round=0`: use 1 or more."),
+        (
+            "--data.prompts_per_round=0",
+            "(prompts_per_round=0)`: must be a whole number, 1 or more.",
+        ),
         ("--data.train_data=nowhere.jsonl", "There is no file `nowhere.jsonl`"),
         ("--model.model=./nowhere", "`model=./nowhere`: no such folder."),
         ("--data.tokenizer=./nowhere", "`tokenizer=./nowhere`: neither a folder with"),
@@ -166,8 +169,11 @@ def test_debug_shows_the_traceback_as_well(capfd):
         main([*BASE, "--data.prompts_per_round=0", "--debug"])
     error = capfd.readouterr().err
     assert stop.value.code == 2
-    assert "Traceback (most recent call last):" in error and "check_settings" in error
-    assert "\nerror: `prompts_per_round=0`: use 1 or more.\n" in error
+    assert "Traceback (most recent call last):" in error and "check_ranges" in error
+    assert (
+        "\nerror: `RolloutDataModule(prompts_per_round=0)`: must be a whole number, 1 or more.\n"
+        in error
+    )
 
 
 BUGGY = """

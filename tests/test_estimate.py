@@ -312,6 +312,16 @@ def test_what_is_called_the_largest_fits_and_more_does_not(plan):
 
 
 @pytest.mark.slow
+def test_no_largest_size_is_named_where_a_whole_step_fits(plan):
+    """Its positions are a bound of the step, not of the memory."""
+    planned = ledger(plan(prompts_per_round=2))
+    whole = planned.run.most_positions(planned.num_generations)
+    said = f"any value: a whole optimizer step of at most {whole:,} positions fits (configured 800)"
+    assert whole < 4 * 800 and said in report(planned)
+    assert "Largest micro_batch_tokens: 3,200 or more" in report(ledger(plan(prompts_per_round=64)))
+
+
+@pytest.mark.slow
 def test_a_memory_that_is_too_small_says_what_helps(plan):
     run = PlannedRun(*plan())
     peak = max(Ledger(run, 2**40).peak())

@@ -1,8 +1,10 @@
 """Every number and every word of a configuration is checked, by whatever it is called."""
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,12 +13,19 @@ import pytest
 import torch
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
+from lit_rlsched.cli.simulate import simulate
 from lit_rlsched.data import tasks
 from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.settings import KnownArguments, UsageError, constructor_arguments
+from lit_rlsched.settings import (
+    KnownArguments,
+    Range,
+    UsageError,
+    constructor_arguments,
+    ranges,
+)
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
@@ -126,6 +135,90 @@ def scalars() -> Iterator[tuple[type, str, Any]]:
 def test_a_value_of_another_type_is_refused_by_name(kind, name, value):
     with pytest.raises(UsageError, match=rf"\b{name}"):
         kind(**NEEDED.get(kind, {}) | {name: value})
+
+
+SIZES = {"memory_budget", "reward_memory_limit", "memory_limit", "lengths"}
+"""Not one number: bytes, which may also be a string such as `4GiB`, and lengths of many kinds."""
+UNNAMED = {EngineJudgeReward, engines.EngineSpec, callbacks.RolloutProgressBar}
+"""Not in the table: the second is no setting, and those of the third are Lightning's."""
+
+
+def numbers() -> Iterator[tuple[type, str]]:
+    """Every number that a class of ours takes."""
+    for kind in (kind for kind in KINDS if kind not in UNNAMED):
+        accepted = constructor_arguments(kind)[0]
+        for name, parameter in parameters(kind).items():
+            hints = [parameter.annotation, *get_args(parameter.annotation)]
+            within = [of for hint in hints for of in (hint, *get_args(hint))]
+            if (int in within or float in within) and name in accepted and name not in SIZES:
+                yield kind, name
+
+
+def range_of(kind: type, name: str) -> Range | None:
+    found = (ranges().get(base.__name__, {}).get(name) for base in kind.__mro__)
+    return next((each for each in found if each is not None), None)
+
+
+NUMBERS = [
+    *(math.nan, math.inf, -math.inf, -1, -1.0, 0, 0.0, 1, 0.5, True, "x", "1"),
+    *(1e300, -1e300, 1e-300, -1e-300, 2**31, 10**30, -(10**30), 10**400),
+]
+"""What somebody may give for a number."""
+ANY = {"seed", "val_accuracy_threshold", "reward_weights", "score_range", "reward_range"}
+"""Settings without a bound of their own."""
+
+
+@pytest.mark.parametrize(("kind", "name"), numbers())
+def test_every_number_has_a_range_and_keeps_to_it(kind, name):
+    """A value is refused with its name, or it is in a range that says so."""
+    allowed = range_of(kind, name)
+    assert allowed is not None, "write a row of `lit_rlsched/ranges.csv`"
+    assert name in ANY or not allowed.holds(-1)
+    annotation = str(parameters(kind)[name].annotation)
+    for number in NUMBERS:
+        value: Any = number
+        if any(word in annotation for word in ("tuple", "list", "Sequence")):
+            value = [number] * (2 if "tuple" in annotation else 1)
+        elif "dict" in annotation:
+            value = {2: number}
+        settings = NEEDED.get(kind, {}) | {name: value}
+        if not allowed.holds(value):
+            with pytest.raises(UsageError, match=rf"\b{name}="):
+                kind(**settings)
+            continue
+        assert allowed.whole or abs(number) <= 1e12
+        with suppress(UsageError):  # of a combination
+            kind(**settings)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lora_alpha", "betas"])
+def test_ranges_hold_for_classes_of_ones_own_and_for_those_alone(name):
+    class Own(GRPOModule):
+        def __init__(self, model: str, n: int = 3, **kwargs: Any) -> None:
+            super().__init__(model, **kwargs)
+
+    class Timeline(callbacks.RolloutCallback):
+        """Has the name of one of ours, and none of its settings."""
+
+        def __init__(self, rounds_in_picture: int) -> None:
+            pass
+
+    Timeline(rounds_in_picture=-1)
+    Own("m", n=-1)
+    with pytest.raises(UsageError, match=rf"`Own\({name}=.*-1"):
+        Own("m", **{name: (-1.0, 0.9) if name == "betas" else -1})
+
+
+def test_each_row_of_the_ranges_is_of_a_setting():
+    of_kinds = {base.__name__: base for kind in KINDS for base in kind.__mro__}
+    of_kinds["ReasoningGym"] = tasks.ReasoningGym
+    for owner, rows in ranges().items():
+        named = simulate if owner == "simulate" else of_kinds[owner].__init__
+        assert rows.keys() <= inspect.signature(named).parameters.keys()
+        known = inspect.signature(named).parameters
+        for name, allowed in rows.items():
+            default = known[name].default
+            assert default is inspect.Parameter.empty or allowed.holds(default)
 
 
 class Open(callbacks.TailBatching):

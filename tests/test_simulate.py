@@ -1,10 +1,16 @@
 """The commands `calibrate` and `simulate`."""
 
+import csv
 import json
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from lit_rlsched.callbacks import MicroGroupSampling, TailBatching
 from lit_rlsched.callbacks.candidates import PLAIN, candidates
@@ -153,10 +159,12 @@ def test_what_is_wrong_is_one_sentence(arguments, why):
     ("text", "why"),
     [
         ("", "no prompt"),
-        ("3,0,2\n", "has the length 0"),
-        ("a,4,5\nb\n", "no prompt with completions"),
-        ("a,4,5\nb,6,long\n", "line 2: 'b,6,long' are no lengths"),
-        ("4,-1\n", "has the length -1"),
+        ("3,0,2\n", "line 1, cell 2: '0' is no length"),
+        ("a,4,5\nb\n", "line 2: the prompt 'b' has no lengths"),
+        ("a,4,5\nb,6,long\n", "line 2, cell 3: 'long' is no length"),
+        ("4,-1\n", "line 1, cell 2: '-1' is no length"),
+        ("prompt,tokens\na,4\n", "line 1, cell 2: 'tokens' is no length"),
+        ("tokens\n4\n", "line 1: the prompt 'tokens' has no lengths.*headings"),
         ("\x00\xff", "prompt"),
     ],
 )
@@ -165,6 +173,38 @@ def test_a_file_of_lengths_that_cannot_be_used(tmp_path, text, why):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=why):
         Workload.of_file(path)
+
+
+CELLS = {
+    **{"400": 400, "400.0": 400, "4e2": 400, " 400 ": 400, "+400": 400, "0400": 400},
+    **dict.fromkeys(("0", "-3", "4.5", "nan", "inf", "-inf", "1e300", "4,5", "1,000", "7b"), None),
+    **dict.fromkeys(("", "\t400", "400\t380", "400;380", "0x10", "4 5", ".5"), None),
+}
+"""A cell of a file, and the length that it is read as; `None`: it is refused."""
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([*CELLS]), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from(["utf-8", "utf-8-sig"]),
+    st.sampled_from([[], [""], ["", " "]]),
+)
+@example([["400.0", "4e2"]], False, "utf-8-sig", [])
+def test_a_cell_is_read_as_its_number_or_refused_by_its_place(lines, named, encoding, padding):
+    rows = [["a name"] * named + cells + padding for cells in lines]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "lengths.csv"
+        with path.open("w", encoding=encoding, newline="") as file:
+            csv.writer(file).writerows(rows)
+        read = [[CELLS[cell] for cell in cells] for cells in lines]
+        wrong = [(i, j) for i, of in enumerate(read) for j, n in enumerate(of) if n is None]
+        if not wrong:
+            assert Workload.of_file(path).lengths == read
+        elif all(cells[-1] for cells in lines):  # a blank one at the end does not count
+            line, cell = wrong[0]
+            where = rf"lengths.csv`, line {line + 1}, cell {cell + 1 + named}: "
+            with pytest.raises(UsageError, match=re.escape(where)):
+                Workload.of_file(path)
 
 
 def test_a_file_of_lengths(tmp_path):

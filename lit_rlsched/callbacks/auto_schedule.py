@@ -21,7 +21,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.traces import about_run, tables_of, warn_of_another_run
 from lit_rlsched.scheduling.switched_rounds import SwitchedRound
 from lit_rlsched.scheduling.trace_files import Tables, Traces, numbered
-from lit_rlsched.settings import UsageError, check_count, check_range
+from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline, unsupported
 from lit_rlsched.simulation.workload import Workload
@@ -87,9 +87,6 @@ class AutoSchedule(RolloutCallback):
         gain: float = 0.05,
         replay: str | None = None,
     ) -> None:
-        check_count("AutoSchedule", "every_n_rounds", every_n_rounds, 1)
-        check_count("AutoSchedule", "rounds_between_switches", rounds_between_switches, 1)
-        check_range("AutoSchedule", "gain", gain, 0 <= gain < 1, "from 0 to less than 1")
         self.wanted = wanted_of(constraints)
         self.every_n_rounds = every_n_rounds
         self.rounds_between_switches = rounds_between_switches

@@ -114,6 +114,10 @@ def options(
     return found
 
 
+ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1)) | {"AutoSchedule"}
+"""Callbacks that a candidate takes the place of; a run keeps its others beside it."""
+
+
 def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     """Return the candidate of some callbacks; `None` if they do not go together."""
     if len({make for make, _ in chosen}) < len(chosen):

@@ -7,7 +7,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
-from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.selection import Selection
@@ -65,7 +64,6 @@ class DownSampling(RolloutCallback):
         reward_range: tuple[float, float] = (0.0, 1.0),
         min_length_ratio: float = 0.9,
     ) -> None:
-        check_count("DownSampling", "keep", keep, 2, "A reward is compared with others.")
         check_early_stop(early_stop, rule, reward_range, min_length_ratio)
         self.keep = keep
         self.rule: Rule = rule

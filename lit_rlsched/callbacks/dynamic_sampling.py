@@ -1,7 +1,6 @@
 """DAPO's dynamic sampling: replaces prompts that give no gradient."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.settings import check_count
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -34,8 +33,6 @@ class DynamicSampling(RolloutCallback):
     sets = "which prompts are replaced"
 
     def __init__(self, max_num_gen_batches: int = 4) -> None:
-        why = "With 1 no prompt could be replaced."
-        check_count("DynamicSampling", "max_num_gen_batches", max_num_gen_batches, 2, why)
         self.max_num_gen_batches = max_num_gen_batches
 
     def describe(self) -> str:

@@ -16,7 +16,6 @@ from lit_rlsched.scheduling.in_flight_updates import (
     TooOld,
     WindowedRound,
 )
-from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.round_metrics import cache_divergence
 from lit_rlsched.training.schedule import RunFacts, Schedule
@@ -79,7 +78,6 @@ class InFlightUpdates(AheadRollout):
     ) -> None:
         super().__init__("importance")
         self.settings = InFlight(pace, cache, turns, recorded_turns(replay), too_old)
-        check_count(OWNER, "max_staleness", max_staleness, 1, "At 0, leave the callback out.")
         self.max_staleness, self.prompts_in_flight = max_staleness, prompts_in_flight
         self.replay = replay
         self._version = 0

@@ -6,7 +6,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -50,8 +50,6 @@ class LengthPrediction(RolloutCallback):
                 "instance, such as `PromptHistory()`, or one of your own class that inherits from "
                 "`lit_rlsched.scheduling.length_prediction.LengthPredictor`."
             )
-        if probe_tokens is not None:
-            check_count("LengthPrediction", "probe_tokens", probe_tokens, 0)
         self.predictor = CalibratedPredictor(TokenConditioned() if predictor is None else predictor)
         self.probe_tokens = probe_tokens
         self._trains = True

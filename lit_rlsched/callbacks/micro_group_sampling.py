@@ -3,7 +3,7 @@
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError
 from lit_rlsched.text import format_bytes, parse_bytes
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
@@ -54,8 +54,6 @@ class MicroGroupSampling(RolloutCallback):
                 f"`MicroGroupSampling(slots={slots}, memory_budget={memory_budget})`: give exactly "
                 "one of the two."
             )
-        if slots is not None:
-            check_count("MicroGroupSampling", "slots", slots, 1)
         if refill == "rounds" and order in ("planned", "least_attained"):
             raise UsageError(
                 f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order needs slots "

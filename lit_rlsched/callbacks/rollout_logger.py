@@ -20,7 +20,6 @@ from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy,
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
 from lit_rlsched.run.wandb_runs import log_artifact
-from lit_rlsched.settings import check_count
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Sample
@@ -214,9 +213,6 @@ class RolloutLogger(RolloutCallback):
         pictures_every_n_rounds: int = 20,
         save_trace: bool = True,
     ) -> None:
-        check_count("RolloutLogger", "num_completions", num_completions, 0)
-        check_count("RolloutLogger", "every_n_rounds", every_n_rounds, 1)
-        check_count("RolloutLogger", "pictures_every_n_rounds", pictures_every_n_rounds, 1)
         self.every_n_rounds = every_n_rounds
         self.pictures_every_n_rounds = pictures_every_n_rounds
         self.save_trace = save_trace

@@ -15,7 +15,7 @@ from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import is_requeued, settle_progress
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
-from lit_rlsched.settings import RemembersInit, UsageError
+from lit_rlsched.settings import RemembersInit
 
 
 class RoundCheckpoint(RemembersInit, Checkpoint):
@@ -44,10 +44,6 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
     """Read by Lightning for `ckpt_path="best"`: no checkpoint is best."""
 
     def __init__(self, dirpath: str | None = None, max_share: float = 0.02, keep: int = 2) -> None:
-        if not 0 < max_share <= 1:
-            raise UsageError(f"`RoundCheckpoint(max_share={max_share})`: use 0 < max_share <= 1.")
-        if keep < 1:
-            raise UsageError(f"`RoundCheckpoint(keep={keep})`: must be 1 or more.")
         self.dirpath = dirpath
         self.max_share = max_share
         self.keep = keep

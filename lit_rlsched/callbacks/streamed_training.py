@@ -2,7 +2,6 @@
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.streamed_training import Streaming
-from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -39,11 +38,6 @@ class StreamedTraining(RolloutCallback):
     sets = "when gradients are computed"
 
     def __init__(self, start: float = 0.2) -> None:
-        if not isinstance(start, int | float) or not 0 <= start < 1:
-            raise UsageError(
-                f"`StreamedTraining({start=})`: must be 0 or more and below 1, a share of the "
-                "update's prompts."
-            )
         self.start = start
 
     def describe(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -61,14 +61,11 @@ class TailBatching(RolloutCallback):
         reuse_drafts: bool = False,
         max_deferrals: int | None = None,
     ) -> None:
-        _check_ratio("prompt_ratio", prompt_ratio)
-        if completion_ratio is not None:
-            _check_ratio("completion_ratio", completion_ratio)
-        if per_domain is not None:
-            _check_shares(per_domain)
-        if max_deferrals is not None:
-            fix = "Leave it out to run losers in long rounds."
-            check_count("TailBatching", "max_deferrals", max_deferrals, 1, fix)
+        total = 1.0 if per_domain is None else sum(per_domain.values())
+        if not math.isclose(total, 1, abs_tol=1e-6):
+            raise UsageError(
+                f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to {total:g}."
+            )
         self.prompt_ratio = prompt_ratio
         self.completion_ratio = completion_ratio
         self.per_domain = per_domain
@@ -102,21 +99,3 @@ class TailBatching(RolloutCallback):
             schedule.rule = TailRound(**settings)
         else:
             schedule.rule = DeferringTailRound(max_deferrals=self.max_deferrals, **settings)
-
-
-def _check_ratio(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not 1 <= value < math.inf:
-        raise UsageError(
-            f"`TailBatching({name}={value!r})`: must be 1 (no race) or more, such as 1.25."
-        )
-
-
-def _check_shares(per_domain: dict[str, float]) -> None:
-    shares = per_domain.values()
-    if not all(isinstance(share, int | float) and share > 0 for share in shares):
-        raise UsageError(f"`TailBatching({per_domain=})`: each share must be above 0.")
-    if not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise UsageError(
-            f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to "
-            f"{sum(shares):g}."
-        )

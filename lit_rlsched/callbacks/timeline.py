@@ -12,7 +12,6 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.timeline import Lap
-from lit_rlsched.settings import check_count
 from lit_rlsched.training.round import Round
 
 MICROSECONDS = 1e6
@@ -112,8 +111,6 @@ class Timeline(RolloutCallback):
     """
 
     def __init__(self, pictures_every_n_rounds: int = 20, rounds_in_picture: int = 3) -> None:
-        check_count("Timeline", "pictures_every_n_rounds", pictures_every_n_rounds, 1)
-        check_count("Timeline", "rounds_in_picture", rounds_in_picture, 1)
         self.pictures_every_n_rounds = pictures_every_n_rounds
         self.rounds_in_picture = rounds_in_picture
         self._laps: list[Lap] = []

@@ -3,20 +3,31 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import PLAIN, Candidate, breaks, candidate, candidates
+from lit_rlsched.callbacks.candidates import (
+    ALTERNATIVES,
+    PLAIN,
+    Candidate,
+    breaks,
+    candidate,
+    candidates,
+)
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
-from lit_rlsched.engines import ProcessEngine, TransformersEngine
-from lit_rlsched.run.saving.traces import described
-from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.run.facts import EngineFacts
+from lit_rlsched.run.saving.traces import FACTS, described
+from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline
 from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.text import three_digits
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
+ROUNDS = 8
+"""Newest rounds of a run that a report simulates."""
 WARM_UP = 4
 """Rounds that do not count: the first of a pool, and those until enough prompts are in flight."""
 ENOUGH = 1.02
@@ -63,7 +74,8 @@ class Setting:
         return self.pipeline(schedule, exact_lengths).run(self.rounds, WARM_UP)
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
-        """Simulate our callbacks and the combinations that go together."""
+        """Simulate our callbacks and the combinations that `fit` allows for the run."""
+        facts = beside(facts)
         found = candidates(facts, most_callbacks, self.about["slots"], self._turns(facts))
         return [Simulated(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
 
@@ -117,11 +129,13 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
 
 
 def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out the number of slots, which is the same in every simulation of a run."""
+    """Leave out the number of slots, and callbacks that every schedule of the run has."""
     plain = {"memory_budget": None, "refill": "continuous", "order": None}
     found = []
     for of in callbacks:
         arguments = of["init_args"]
+        if of["class_path"] not in ALTERNATIVES:
+            continue
         if of["class_path"] == MicroGroupSampling.__name__:
             arguments = {name: value for name, value in arguments.items() if name != "slots"}
             if arguments == plain:
@@ -131,16 +145,54 @@ def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def beside(facts: RunFacts) -> RunFacts:
-    """Return facts about the same run whose engine decodes beside the update."""
-    settings = replace(facts.settings, engine=ProcessEngine(TransformersEngine()))
-    return replace(facts, settings=settings, callbacks=frozenset())
+    """Return facts about the same run without the callbacks that decide its schedule.
+
+    Its engine decodes beside the update: the configuration of a schedule that needs it says so.
+    """
+    engine: Any = replace(EngineFacts.of(facts.settings.engine), decodes_by_itself=True)
+    settings = replace(facts.settings, engine=engine)
+    return replace(facts, settings=settings, callbacks=facts.callbacks - ALTERNATIVES)
+
+
+def missing(about: Mapping[str, Any]) -> list[str]:
+    """Say what of a run its simulations leave out, and what its traces do not tell."""
+    known, said = about.get(FACTS), []
+    if known is None:
+        said.append(
+            "These traces are of an earlier version, which did not write whether a run has tools, "
+            "nor most settings of its module: `fit` may refuse some of these schedules for it."
+        )
+    elif known["tools"]:
+        said.append(
+            "Simulated without tools: `fit` also waits for them and reads their replies, which "
+            "takes longer."
+        )
+    if others := [name for name in about["callbacks"] if name not in ALTERNATIVES]:
+        named = ", ".join(f"`{name}`" for name in others)
+        said.append(f"Simulated without the run's {named}.")
+    return said
+
+
+def measured(traces: Tables) -> float | None:
+    """Return the median seconds from a round to the next; `None` with less than two rounds."""
+    clocks = [row["clock"] for row in traces.rows("rounds")]
+    took = [after - before for before, after in pairwise(clocks)]
+    return median(took) if took else None
+
+
+def named(row: Simulated, own: Simulated | None, seconds: float | None) -> str:
+    """Return the name of a schedule; that of the run with the seconds that a round has taken."""
+    if row is not own:
+        return row.name
+    took = "" if seconds is None else f": {three_digits(seconds)} s measured"
+    return f"{row.name}  (this run{took})"
 
 
 def what_if(
     traces: Traces,
     facts: RunFacts,
     most: int = 1,
-    rounds: int = 8,
+    rounds: int = ROUNDS,
     slowdown: float | None = None,
 ) -> list[Simulated]:
     """Simulate our callbacks, alone and combined, on the lengths and costs of a run.
@@ -156,16 +208,20 @@ def what_if(
         The simulations; none if the run has too little to learn costs from.
     """
     setting = setting_of(traces, rounds, slowdown)
-    return [] if setting is None else setting.ours(beside(facts), most)
+    return [] if setting is None else setting.ours(facts, most)
 
 
 def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
-    """Return the lengths and costs of a run; `None` if its engine has a virtual clock."""
+    """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual.
+
+    There are as many of these rounds as are simulated, with their prompts in another order.
+    """
     about = about_of(traces)
     if not traces.table("steps").num_rows or "slots" not in about:
         return None
-    machine = Machine(about["slots"], about["engines"], slowdown)
-    return Setting(about, Workload.of_run(traces), calibrated(traces), machine, rounds)
+    machine, newest = Machine(about["slots"], about["engines"], slowdown), Newest(traces, rounds)
+    work = Workload.of_run(newest).shuffled(0)
+    return Setting(about, work, calibrated(newest), machine, rounds)
 
 
 def plain_of(rows: Sequence[Simulated]) -> Outcome | None:

@@ -6,21 +6,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import wanted_of
+from lit_rlsched.callbacks.candidates import ALTERNATIVES, Candidate, wanted_of
+from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
     WARM_UP,
     Setting,
     Simulated,
     about_of,
+    beside,
     first,
+    measured,
+    missing,
+    named,
+    own_schedule,
     plain_of,
     recommended,
 )
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
-from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.settings import UsageError, check_count, check_range
+from lit_rlsched.run.facts import facts_from
+from lit_rlsched.run.saving.traces import FACTS
+from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
+from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
 from lit_rlsched.simulation.pipeline import Machine, Outcome, slowdown_of
 from lit_rlsched.simulation.workload import Workload
@@ -105,7 +114,8 @@ def simulate(
     """Simulate every schedule on the lengths of a run or on others, and recommend one.
 
     Args:
-        trace: Folder of a run: gives the lengths of its completions, and what its steps cost.
+        trace: Folder of a run: gives the lengths of its newest completions, what its steps cost,
+            and which schedules `fit` allows for it.
         lengths: Other lengths: `lognormal:median=400,sigma=1`, or a CSV file with a line for each
             prompt.
         constraints: What the recommended schedule has to keep to, such as
@@ -124,10 +134,11 @@ def simulate(
             of their own, 2 if they share them. By default what the trace shows, or 1.
         rank_correlation: How well lengths are predicted, from 0 to 1.
         accepted: Share of drafts that the next policy accepts whole.
-        seed: Seed of lengths from a distribution.
+        seed: Seed of lengths from a distribution, and of the order of a run's prompts.
         overlay: File for the configuration of the recommended schedule.
         picture: File for a picture of the table: .png, .svg or .pdf.
     """
+    check_ranges("simulate", locals())
     if trace is None and lengths is None:
         raise UsageError(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
@@ -142,35 +153,35 @@ def simulate(
         "max_completion_length": max_completion_length,
     }
     given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in {**given, "most_callbacks": most_callbacks, "rounds": rounds}.items():
-        check_count("simulate", name, value, 1)
-    if slowdown is not None:
-        check_range("simulate", "slowdown", slowdown, slowdown >= 1, "1 or more")
     traces = None if trace is None else Traces(trace)
     if traces is not None:
         traces.check()
     before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
-    costs = Costs() if traces is None else calibrated(traces)
+    newest = None if traces is None else Newest(traces, rounds)
+    costs = Costs() if newest is None else calibrated(newest)
     more = about["ranks"] / before["ranks"]
     setting = Setting(
         about,
-        _workload(lengths, traces, about, rounds + WARM_UP, seed),
+        _workload(lengths, newest, about, rounds + WARM_UP, seed),
         replace(costs, position=costs.position / more, verify=costs.verify / more),
         Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted),
         rounds,
     )
     names = [*filter(None, map(str.strip, constraints.split(",")))]
     wanted = _constraints(names, about.get("kv_bytes_per_token"))
-    rows, peers = setting.ours(facts_of(about), most_callbacks), setting.peers()
+    facts = facts_of(about)
+    if prompts_per_round is not None:
+        facts = replace(facts, prompts=None)  # as of a run with more data
+    make_schedule((), beside(facts))  # refuses these sizes, if it does so without a callback
+    rows, peers = setting.ours(facts, most_callbacks), setting.peers()
     plain = plain_of(rows)
-    if plain is None:
-        raise UsageError(
-            f"`--num_generations {about['num_generations']}`: advantages compare completions of a "
-            "prompt. Use 2 or more, or the trace of a run with `advantage='reinforce++'`."
-        )
+    assert plain is not None, "it is not refused"
     best = recommended(rows, wanted)
-    text = best.of.overlay(**_overlay(about)) if best is not None and best.of else ""
+    own, took = None, None
+    if traces is not None and newest is not None and about == before and not lengths:
+        own, took = own_schedule(traces, rows), measured(newest)
+    text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
     if picture is not None:
@@ -182,8 +193,10 @@ def simulate(
     return "\n".join(
         [
             _told_setting(setting, trace),
+            *([] if took is None else [_told_measured(took, own)]),
+            *([] if traces is None else missing(about)),
             "",
-            _table(first(rows, best), plain, wanted),
+            _table(first(rows, best), plain, wanted, own, took),
             "",
             "Rules of other packages, on the same engine:",
             _table(first(peers), plain, wanted),
@@ -206,12 +219,20 @@ DEFAULTS = {
 }
 
 
-def _overlay(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Candidate.overlay`: what the run does not have already."""
-    return {
-        "engine": None if about.get("own_process") else about["engine"],
-        "slots": None if "MicroGroupSampling" in about.get("callbacks", ()) else about["slots"],
-    }
+def _configuration(best: Candidate, about: Mapping[str, Any], own: bool) -> str:
+    """Return the configuration of a schedule: what the run does not have already."""
+    if own:
+        return "# the run has this schedule already\n"
+    callbacks = about.get("callbacks", ())
+    slots, chosen = MicroGroupSampling.__name__, {of.__name__ for of, _ in best.options}
+    theirs = [n for n in callbacks if n in ALTERNATIVES and (n != slots or slots in chosen)]
+    text = best.overlay(
+        None if about.get("own_process") else about["engine"],
+        None if slots in callbacks else about["slots"],
+    )
+    if not theirs:
+        return text
+    return f"# in place of the run's {', '.join(theirs)}: remove that from its callbacks\n{text}"
 
 
 def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, float]:
@@ -232,12 +253,12 @@ def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, flo
 
 
 def _workload(
-    lengths: str | None, traces: Traces | None, about: Mapping[str, Any], rounds: int, seed: int
+    lengths: str | None, traces: Tables | None, about: Mapping[str, Any], rounds: int, seed: int
 ) -> Workload:
     limit, generations = about["max_completion_length"], about["num_generations"]
     if lengths is None:
         assert traces is not None
-        return replace(Workload.of_run(traces), limit=limit)
+        return replace(Workload.of_run(traces).shuffled(seed), limit=limit)
     kind, _, given = lengths.partition(":")
     if kind != "lognormal":
         return Workload.of_file(lengths, limit)
@@ -264,10 +285,11 @@ def _workload(
 
 
 def facts_of(about: Mapping[str, Any]) -> RunFacts:
-    """Return facts about a run of these sizes, whose engine decodes beside the update.
+    """Return facts about a run of these sizes.
 
     Args:
-        about: Sizes, as in the traces of a run; `DEFAULTS` gives those that are not there.
+        about: Sizes and facts, as in the traces of a run. `DEFAULTS` gives sizes that are not
+            there. Without facts it is a run of `GRPOModule` whose engine has its own process.
     """
     about = {**DEFAULTS, **about}
     sizes = (
@@ -282,6 +304,8 @@ def facts_of(about: Mapping[str, Any]) -> RunFacts:
             engine=ProcessEngine(TransformersEngine()),
             **{name: about[name] for name in sizes},
         )
+        if FACTS in about:
+            return facts_from(about[FACTS], data.run.settings)
         advantage = {n: about[n] for n in ("advantage",) if about.get(n) is not None}
         module: Any = GRPOModule(str(about.get("model")), **advantage)
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
@@ -292,7 +316,9 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     about, of = setting.about, setting.machine
     every = sorted(n for group in setting.work.lengths for n in group)
     sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
-    costs = f"costs fitted to `{trace}`" if trace else "made-up costs of steps and updates"
+    costs = "made-up costs of steps and updates"
+    if trace:
+        costs = f"costs fitted to the newest rounds of `{trace}`"
     apart = "have devices or cores of their own"
     slowdown = slowdown_of(of, setting.costs)
     if slowdown != 1:
@@ -308,13 +334,25 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     )
 
 
+def _told_measured(seconds: float, own: Simulated | None) -> str:
+    """Say how long a round of the run has taken, and where it is in the table."""
+    where = "" if own is not None else " Its own schedule is not simulated."
+    return f"Measured: {three_digits(seconds)} s a round, the median of the newest.{where}"
+
+
 HEADER = (
     *("seconds", "x", "steps", "idle", "discarded", "stale", "length", "cache"),
     "schedule",
 )
 
 
-def _table(rows: Sequence[Simulated], plain: Outcome, wanted: Mapping[str, float]) -> str:
+def _table(
+    rows: Sequence[Simulated],
+    plain: Outcome,
+    wanted: Mapping[str, float],
+    own: Simulated | None = None,
+    took: float | None = None,
+) -> str:
     lines = ["{:>9} {:>6} {:>8} {:>6} {:>9} {:>6} {:>7} {:>9}  {}".format(*HEADER)]
     for row in rows:
         of = row.outcome
@@ -322,7 +360,7 @@ def _table(rows: Sequence[Simulated], plain: Outcome, wanted: Mapping[str, float
             f"{three_digits(of.seconds):>9} {plain.seconds / of.seconds:6.2f} "
             f"{of.decode_steps:8,.0f} {percent(of.idle_share):>6} "
             f"{percent(of.discarded_share):>9} {percent(of.stale_share):>6} "
-            f"{of.length_bias:7.2f} {of.peak_kv:9,}  {row.name}"
+            f"{of.length_bias:7.2f} {of.peak_kv:9,}  {named(row, own, took)}"
             f"{'  (breaks a constraint)' if row.refused(wanted) else ''}"
         )
     return "\n".join(lines)

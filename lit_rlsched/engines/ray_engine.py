@@ -1,6 +1,5 @@
 """Runs any engine in a Ray actor, on this node or another one of a cluster."""
 
-import math
 import os
 import pickle
 import signal
@@ -90,16 +89,12 @@ class RayEngine(ProcessEngine):
         super().__init__(engine, weight_transfer)
         self.resources = {"CPU": 1.0} if resources is None else dict(resources)
         self.timeout = timeout
-        for name, amount in self.resources.items():
+        for name in self.resources:
             if name == "GPU":
                 raise UsageError(
                     f"`RayEngine(resources={resources})`: leave `GPU` out, it is the engine's "
                     "`tensor_parallel_size`."
                 )
-            if not (math.isfinite(amount) and amount > 0):
-                raise UsageError(f"`RayEngine(resources={resources})`: must be above 0.")
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise UsageError(f"`RayEngine({timeout=})`: use a finite number above 0.")
         self._reservation: Reservation | None = None
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:

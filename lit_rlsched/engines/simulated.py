@@ -13,7 +13,6 @@ from lit_rlsched.engines.spec import EngineSpec, EngineStats, Partial
 from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
 from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
-from lit_rlsched.settings import UsageError, check_count, check_finite
 from lit_rlsched.types import Event, FinishReason, LengthOnly, Request
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
@@ -70,18 +69,11 @@ class SimulatedEngine(SlotEngine):
         kv_block: int | None = 1,
         kv_capacity: int | None = None,
     ) -> None:
-        check_finite(locals(), besides=["lengths"])
-        costs = (step_time_base, per_running, per_kv_token, per_prefill_token)
-        if min(costs) < 0:
-            raise UsageError(f"`SimulatedEngine()`: a step cannot cost less than 0, as in {costs}.")
-        counts = {"max_jump": max_jump, "kv_block": kv_block, "kv_capacity": kv_capacity}
-        for name, count in counts.items():
-            if count is not None:
-                check_count("SimulatedEngine", name, count, 1)
         if lengths is None:
             lengths = LogNormalLengths()
         self.length_of = lengths if callable(lengths) else TraceLengths(lengths)
-        self.step_time_base, self.per_running, self.per_kv_token, self.per_prefill_token = costs
+        self.step_time_base, self.per_running = step_time_base, per_running
+        self.per_kv_token, self.per_prefill_token = per_kv_token, per_prefill_token
         self.length_only = length_only
         self.stream = stream
         self.max_jump = max_jump

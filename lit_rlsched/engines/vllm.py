@@ -20,7 +20,7 @@ from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.engines.weights import WeightsFile
-from lit_rlsched.settings import UsageError, check_choice, check_finite
+from lit_rlsched.settings import check_choice, check_finite
 from lit_rlsched.types import Event, Request
 
 
@@ -88,10 +88,6 @@ class VLLMEngine(SlotEngine):
         enable_lora: bool = False,
     ) -> None:
         check_finite(locals())
-        if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
-            raise UsageError(
-                f"`VLLMEngine({tensor_parallel_size=})`: must be a whole number, 1 or more."
-            )
         if dtype is not None:
             check_choice("VLLMEngine", "dtype", dtype, arguments.DTYPES)
         self.dtype = dtype

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import math
 import os
 import pkgutil
 import re
@@ -26,16 +25,6 @@ OFFERED = ("finish_reasons", "log_failure", "reward_timeout")
 """Arguments that TRL does not have; only functions that accept them are called with them."""
 NOT_PASSED = ("prompt", "uid", "completion")
 """Columns that no function is called with: TRL passes neither the first nor the last."""
-
-
-def check_timeout(timeout: float) -> None:
-    """Refuse a time-out that is infinite or not positive.
-
-    Raises:
-        UsageError: names it.
-    """
-    if not 0 < timeout < math.inf:
-        raise UsageError(f"`timeout={timeout}` must be a positive number of seconds.")
 
 
 def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:

@@ -54,8 +54,6 @@ class JudgeReward(Judge):
                 f"{self._called('base_url', base_url)}: give an address such as "
                 "'http://localhost:8000/v1'."
             )
-        if max_retries < 0:
-            raise UsageError(f"{self._called('max_retries', max_retries)}: use 0 or more.")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise UsageError(
                 f"{self._called('api_key_env', api_key_env)}: this environment variable is not "

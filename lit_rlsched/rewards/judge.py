@@ -158,13 +158,11 @@ class Judge(RemembersInit, ABC):
         name: str = "judge",
     ) -> None:
         lowest, highest = score_range
-        if not -1e9 < lowest < highest < 1e9:
+        if lowest >= highest:
             raise UsageError(
                 f"{self._called('score_range', score_range)}: the first must be less than the "
                 "second, such as [0, 10]."
             )
-        if max_tokens < 1:
-            raise UsageError(f"{self._called('max_tokens', max_tokens)}: use 1 or more.")
         if not name.isidentifier():
             raise UsageError(f"{self._called('name', name)}: use letters, digits and underscores.")
         fields = self._check_template(template)

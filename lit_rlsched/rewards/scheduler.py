@@ -18,7 +18,6 @@ from lit_rlsched.rewards.checks import (
     check_memory_limit,
     check_names,
     check_seen_by_tools,
-    check_timeout,
     environment_of,
     is_async,
     names_argument,
@@ -43,7 +42,7 @@ from lit_rlsched.rewards.worker_process import (
     machine_memory,
     warn_of_no_limit,
 )
-from lit_rlsched.settings import UsageError, check_finite
+from lit_rlsched.settings import UsageError, check_ranges
 
 
 class RewardScheduler:
@@ -93,16 +92,13 @@ class RewardScheduler:
         env_vars: Sequence[str] = (),
         environments: bool = False,
     ) -> None:
+        check_ranges("RewardScheduler", locals())
         reward_funcs = as_functions(reward_funcs)
         if reward_weights is not None and len(reward_weights) != len(reward_funcs):
             raise UsageError(
                 f"`reward_weights={list(reward_weights)}` has {len(reward_weights)} entries, but "
                 f"`reward_funcs` has {len(reward_funcs)}. Give one weight for each function."
             )
-        check_finite({"reward_weights": reward_weights})
-        if workers < 1:
-            raise UsageError(f"`workers={workers}` must be at least 1.")
-        check_timeout(timeout)
         self.names = unique_names(reward_funcs)
         self.weights = [float(w) for w in reward_weights or [1.0] * len(reward_funcs)]
         self.timeout = timeout
@@ -287,7 +283,7 @@ class RewardScheduler:
         if job_id in self._jobs:
             raise UsageError(f"job {job_id!r} is still being scored. Use another `job_id`.")
         if timeout is not None:
-            check_timeout(timeout)
+            check_ranges("RewardScheduler", {"timeout": timeout})
         self.start()
         job = self._jobs[job_id] = Job(
             key=self._submitted,

@@ -16,18 +16,8 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
 from lit_rlsched.scheduling.parallelism_planner import check_sizes
 from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
+from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision
-
-_LEAST = {
-    "prompts_per_round": 1,
-    "num_generations": 1,
-    "steps_per_round": 1,
-    "num_iterations": 1,
-    "micro_batch_tokens": 1,
-    "max_completion_length": 1,
-    "val_num_generations": 0,
-    "num_engines": 1,
-}
 
 _CLIPS = (
     "the module clips gradients itself, by their norm and once per optimizer step. Leave it out; "
@@ -64,26 +54,16 @@ REFUSED_CALLBACKS: dict[str, str] = {
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse arguments of `RolloutDataModule` that are out of range or contradict each other."""
+    """Refuse arguments of `RolloutDataModule` that contradict each other."""
     check_finite(settings, besides=["train_data", "val_data", "test_data", "predict_data"])
-    for name, least in _LEAST.items():
-        if settings[name] < least:
-            raise UsageError(f"`{name}={settings[name]}`: use {least} or more.")
-    if (reward_timeout := settings["reward_timeout"]) <= 0:
-        raise UsageError(f"`{reward_timeout=}`: use more than 0 seconds.")
-    for name in ("max_tool_calling_iterations", "environment_workers", "max_sessions"):
-        if settings[name] is not None and settings[name] < 1:
-            raise UsageError(f"`{name}={settings[name]}`: use 1 or more.")
-    if (tool_steps := settings["tool_steps"]) is not None:
-        if tool_steps < 1:
-            raise UsageError(f"`{tool_steps=}`: use 1 or more.")
-        if settings["max_sessions"] is not None:
-            raise UsageError(
-                f"`{tool_steps=}` with `max_sessions={settings['max_sessions']}`: a completion "
-                "that waits for another one's session cannot go on in time. Leave one out."
-            )
-    if (tool_timeout := settings["tool_timeout"]) <= 0:
-        raise UsageError(f"`{tool_timeout=}`: use more than 0 seconds.")
+    if (limit := settings["reward_memory_limit"]) is not None:
+        parse_bytes(limit, "reward_memory_limit")
+    tool_steps, most = settings["tool_steps"], settings["max_sessions"]
+    if tool_steps is not None and most is not None:
+        raise UsageError(
+            f"`{tool_steps=}` with `max_sessions={most}`: a completion that waits for another "
+            "one's session cannot go on in time. Leave one out."
+        )
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
@@ -98,7 +78,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             f"{prompts} or less, or more prompts."
         )
     _check_objects(settings)
-    _check_sampling(settings)
     check_template_kwargs(settings["chat_template_kwargs"] or {})
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
     if given and not (settings["val_greedy"] or settings["val_num_generations"]):
@@ -126,25 +105,8 @@ def _check_objects(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_sampling(settings: Mapping[str, Any]) -> None:
-    temperature, val_temperature = settings["temperature"], settings["val_temperature"]
-    if temperature <= 0:
-        raise UsageError(
-            f"`{temperature=}`: use more than 0. All greedy completions of a prompt are the same, "
-            "and nothing is learned from them."
-        )
-    if val_temperature is not None and val_temperature <= 0:
-        raise UsageError(f"`{val_temperature=}`: use more than 0; `val_greedy` decodes greedily.")
-    top_p, top_k, min_p = settings["top_p"], settings["top_k"], settings["min_p"]
-    if not 0 < top_p <= 1 or top_k < 0 or not 0 <= min_p <= 1:
-        raise UsageError(
-            f"`{top_p=}`, `{top_k=}`, `{min_p=}`: use 0 < top_p <= 1, top_k >= 0 and 0 <= min_p "
-            "<= 1."
-        )
-
-
 def check_module_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse arguments of a `PolicyModule` that are out of range or contradict each other."""
+    """Refuse arguments of a `PolicyModule` that contradict each other."""
     rloo = settings["loss_type"] == "rloo"
     old_logprobs = settings["old_logprobs"]
     if old_logprobs == "engine" and rloo:
@@ -153,9 +115,6 @@ def check_module_settings(settings: Mapping[str, Any]) -> None:
             "sequence to the engine's log-probs is unbounded. Use `old_logprobs='trainer'`, which "
             "`importance_sampling_mode` corrects, or another loss type."
         )
-    for name in ("learning_rate", "beta", "lora_rank", "warmup_steps"):
-        if settings[name] < 0:
-            raise UsageError(f"`{name}={settings[name]}` must be 0 or more.")
 
 
 # The data module with the Trainer, the module and the engine.

@@ -1,6 +1,5 @@
 """The policy-gradient module that GRPO and RLOO specialise."""
 
-import inspect
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,9 @@ from lit_rlsched.run.trainer import StepMetrics
 from lit_rlsched.settings import (
     KnownArguments,
     UsageError,
+    arguments_checked,
     check_finite,
     check_name,
-    types_checked,
 )
 from lit_rlsched.training.advantages import mean_kl
 from lit_rlsched.training.learner import RoundLogprobs
@@ -92,7 +91,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             a temporary as large as the trained weights.
         warmup_steps: Optimizer steps of linear learning-rate warm-up.
         lr_scheduler_type: Schedule after the warm-up.
-        gradient_clip_val: Maximum gradient norm; `None` switches clipping off.
+        gradient_clip_val: Maximum gradient norm; `None` or 0 switches clipping off.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora_rank: Rank of LoRA adapters; 0 trains every weight. The engine gets merged weights, or
             the adapters alone with `VLLMEngine(enable_lora=True)`. Checkpoints hold only the
@@ -180,9 +179,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             "importance_sampling_mode": importance_sampling_mode,
             "importance_sampling_clip_max": importance_sampling_clip_max,
         }
-        ours = (cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule))
-        parameters = [p for c in ours for p in inspect.signature(c.__init__).parameters.values()]
-        with types_checked(type(self).__name__, parameters, self.hparams):
+        ours = [cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule)]
+        with arguments_checked(type(self).__name__, ours, self.hparams):
             check_loss_settings(**self._loss_settings)
             check_module_settings(self.hparams)
 

@@ -77,7 +77,8 @@ class Startup:
         team: Team,
         scored: bool = True,
     ) -> None:
-        settings = facts.settings
+        self.facts, settings = facts, facts.settings
+        """The same facts, with the number of training prompts."""
         self._settings, self._schedule, self._trainer = settings, schedule, trainer
         self._team, self._scored = team, scored
         limit = settings.sampling.max_completion_length
@@ -128,9 +129,9 @@ class Startup:
         if self.prompts.stream:
             check_streams(schedule.rule.has_domains)
         elif train := self.prompts.train:
-            schedule.rule.check_enough(len(train))
+            self.facts = replace(facts, prompts=len(train))
+            check(schedule, self.facts)
             schedule.rule.check_domains(train)
-            check(schedule, replace(facts, prompts=len(train)))
         self._order = schedule.slots.resolved_order(
             schedule.lengths is not None, schedule.rule.ends_early
         )

@@ -22,7 +22,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.arrival import make_team
 from lit_rlsched.run.checks import check_trainer
-from lit_rlsched.run.fsdp2 import is_sharded
+from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
@@ -195,16 +195,7 @@ class TrainingRun:
             self.team = make_team(trainer)
             check_ranks(trainer, self.team, self.settings)
         only_ask(trainer, fits=trains)
-        module = trainer.lightning_module
-        self.facts = RunFacts(
-            self.settings,
-            self.learner,
-            trains=trains,
-            module=module.hparams,
-            automatic=module.automatic_optimization,
-            ranks=trainer.world_size,
-            sharded=type(trainer.strategy).__name__ if is_sharded(trainer) else None,
-        )
+        self.facts = facts_of_trainer(trainer, self.settings, self.learner, trains)
         self.schedule = make_schedule(trainer.callbacks, self.facts)  # type: ignore[attr-defined]
 
     @property
@@ -259,6 +250,7 @@ class TrainingRun:
         self._startup = startup = Startup(
             self.facts, self.schedule, self.rows, self.trainer, self.team, self._scored
         )
+        self.facts = startup.facts
         if startup.prompts.train:
             self.rounds.runner.planner.connect(startup.source)
         self.lead(self._start_session)

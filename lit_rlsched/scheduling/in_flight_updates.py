@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.types import Group
 
 Pace = Literal["turns", "free"]
@@ -31,7 +31,7 @@ class InFlight:
     too_old: TooOld = "wait"
 
     def __post_init__(self) -> None:
-        check_count(OWNER, "turns", self.turns, 1)
+        check_ranges(OWNER, {"turns": self.turns})
         if self.too_old == "verify" and self.cache == "keep":
             raise UsageError(
                 f"`{OWNER}(too_old='verify', cache='keep')`: with kept caches no policy has drawn "
@@ -134,7 +134,7 @@ class WindowedRound(RoundRule):
         steps_per_round: int,
         too_old: TooOld = "wait",
     ) -> None:
-        check_count(OWNER, "max_staleness", max_staleness, 1, "0 is a run without this callback.")
+        check_ranges(OWNER, {"max_staleness": max_staleness})
         verifies, most = too_old == "verify", capacity(max_staleness, update_prompts, 0)
         if prompts is None:
             usual = max(most, 2 * update_prompts) if verifies else most

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.settings import RemembersInit, check_count, check_finite, check_range
+from lit_rlsched.settings import RemembersInit
 from lit_rlsched.types import Sample
 
 BINS = 256
@@ -90,11 +90,6 @@ class PromptHistory(LengthPredictor):
         half_life: float = 2000.0,
         max_prompts: int = 100_000,
     ) -> None:
-        check_finite(locals())
-        check_range("PromptHistory", "decay", decay, 0 < decay <= 1, "more than 0, at most 1")
-        check_range("PromptHistory", "shrinkage", shrinkage, shrinkage >= 0, "0 or more")
-        check_range("PromptHistory", "half_life", half_life, half_life > 0, "more than 0")
-        check_count("PromptHistory", "max_prompts", max_prompts, 1)
         self.decay, self.shrinkage = decay, shrinkage
         self.half_life, self.max_prompts = half_life, max_prompts
         self._histogram = np.zeros((2, BINS))  # weight, tokens

@@ -12,7 +12,7 @@ import numpy as np
 
 from lit_rlsched.scheduling.length_prediction import LengthPredictor, drawn, within_limit
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.settings import UsageError, check_finite, check_range
+from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.types import Request, Sample, stable_hash
 
 
@@ -34,9 +34,7 @@ class LogNormalLengths:
         seed: int = 0,
         key: Literal["id", "seed"] = "id",
     ) -> None:
-        check_finite(locals())
-        check_range("LogNormalLengths", "median", median, median > 0, "more than 0")
-        check_range("LogNormalLengths", "sigma", sigma, sigma >= 0, "0 or more")
+        check_ranges("LogNormalLengths", locals())
         self.median, self.sigma, self.seed, self.key = median, sigma, seed, key
 
     def __call__(self, request: Request) -> int:

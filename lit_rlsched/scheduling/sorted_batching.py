@@ -1,13 +1,12 @@
 """SortedRL: train on completions as they finish, and load prompts a pool at a time."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
-from lit_rlsched.settings import UsageError, check_count
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group
 
 Mode = Literal["on_policy", "verified", "partial"]
@@ -30,18 +29,6 @@ class SortedSettings:
     mask_stale_tokens: bool = False
 
     def __post_init__(self) -> None:
-        owner = "SortedBatching"
-        check_count(owner, "pool_rounds", self.pool_rounds, 1)
-        if self.update_prompts is not None:
-            check_count(owner, "update_prompts", self.update_prompts, 1)
-        if self.max_staleness is not None:
-            fix = "For tokens of the newest policy only use `mode='verified'` or `'on_policy'`."
-            check_count(owner, "max_staleness", self.max_staleness, 1, fix)
-        if self.oversubscribe is not None and not 1 <= self.oversubscribe < math.inf:
-            raise UsageError(
-                f"`SortedBatching(oversubscribe={self.oversubscribe!r})`: must be 1 or more, since "
-                "an update needs its prompts. Leave it out to decode the whole pool."
-            )
         for name in ("max_staleness", "mask_stale_tokens"):
             if self.mode != "partial" and (value := getattr(self, name)):
                 raise UsageError(

@@ -9,10 +9,10 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lit_rlsched.scheduling.drafters import GroupIndex, Guess, ask, load_drafter
-from lit_rlsched.settings import check_count
+from lit_rlsched.settings import check_ranges
 from lit_rlsched.types import Request
 
 IDLE_TOKENS = 1 << 22
@@ -41,9 +41,7 @@ class Drafting:
     """Import path of the user's `Drafter` class; `None`: the built-in one."""
 
     def __post_init__(self) -> None:
-        off = "Remove the callback for a run without draft tokens."
-        check_count("Speculation", "tokens", self.tokens, 1, off)
-        check_count("Speculation", "while_running", self.while_running, 1, off)
+        check_ranges("Speculation", asdict(self))
         if self.drafter is not None:
             load_drafter(self.drafter)
 

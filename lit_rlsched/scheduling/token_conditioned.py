@@ -12,7 +12,7 @@ from lit_rlsched.scheduling.length_prediction import (
     within_limit,
 )
 from lit_rlsched.scheduling.noise import splitmix64
-from lit_rlsched.settings import UsageError, check_count, check_finite, check_range
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Sample
 
 
@@ -195,11 +195,6 @@ class TokenConditioned(LengthPredictor):
         history: PromptHistory | None = None,
         max_waiting: int = 16_384,
     ) -> None:
-        check_finite(locals())
-        check_count("TokenConditioned", "features", features, 1)
-        check_range("TokenConditioned", "ridge", ridge, ridge > 0, "more than 0")
-        check_range("TokenConditioned", "half_life", half_life, half_life > 0, "more than 0")
-        check_count("TokenConditioned", "max_waiting", max_waiting, 1)
         self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
         self.history = history or PromptHistory()
         self._tokens: Any = HashedTokens(features)

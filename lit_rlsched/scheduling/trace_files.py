@@ -190,6 +190,31 @@ class Tables(ABC):
         return self.table(name).to_pylist()
 
 
+class Newest(Tables):
+    """The newest rounds of other tables: what a run is like now, and not when it began.
+
+    Args:
+        tables: The other tables.
+        rounds: Number of rounds whose completions are kept, and all else that is as new.
+    """
+
+    def __init__(self, tables: Tables, rounds: int) -> None:
+        super().__init__()
+        self.about, self.folder, self._whole = tables.about, tables.folder, tables
+        completions = tables.table("completions")
+        known = completions["round"].unique().to_pylist() if completions.num_rows else []
+        self.numbers = sorted(known)[-rounds:]
+        """Numbers of the rounds."""
+
+    def parts(self, name: str) -> Iterator["pa.Table"]:
+        import pyarrow.compute as pc
+
+        table = self._whole.table(name)
+        if table.num_rows and self.numbers:
+            table = table.filter(pc.greater_equal(table["round"], self.numbers[0]))
+        yield table
+
+
 class Traces(Tables):
     """The traces of a run.
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
@@ -19,6 +20,36 @@ PROMPT_TOKENS = 128
 """Tokens of prompts whose lengths are not known."""
 BETWEEN = 0.5
 """Share of the variance of log-lengths that lies between prompts, where nothing else is known."""
+
+
+MOST = 2**31 - 1
+"""Longest completion of a file: more tokens than any model draws."""
+_NUMBER = re.compile(r"[+-]?[.,]?\d|[+-]?(nan|inf)", re.IGNORECASE)
+"""How a number begins, or what is none but is read as one."""
+
+
+def _lengths(row: Sequence[str], where: str) -> list[int]:
+    """Read the lengths of a prompt; `where` names the line in an error."""
+    first = 0 if not row[0].strip() or _NUMBER.match(row[0].strip()) else 1
+    lengths = []
+    for number, cell in enumerate(row[first:], first + 1):
+        try:
+            length = float(cell)
+        except ValueError:
+            length = math.nan
+        if not (1 <= length <= MOST and length.is_integer()):
+            raise UsageError(
+                f"{where}, cell {number}: {cell!r:.80} is no length. Use a whole number of tokens, "
+                "1 or more (the token that ends a completion counts). A line has those of one "
+                "prompt's completions, separated by commas, perhaps after a name."
+            )
+        lengths.append(int(length))
+    if not lengths:
+        raise UsageError(
+            f"{where}: the prompt {row[0]!r:.80} has no lengths. Give those of its completions "
+            "after its name, separated by commas, and leave out a line of headings."
+        )
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +128,26 @@ class Workload:
     def of_file(cls, path: str | Path, limit: int | None = None) -> "Workload":
         """Read a CSV file with a line for each prompt: lengths, perhaps after a name.
 
+        What begins as a number does is no name. Blank cells at the end of a line do not count.
+
         Args:
             path: The file.
             limit: `max_completion_length`; by default the largest length.
 
         Raises:
-            UsageError: there is no such file, or it holds something else.
+            UsageError: there is no such file, or a cell of it holds something else.
         """
         lengths: list[list[int]] = []
         try:
-            with Path(path).open(encoding="utf-8", newline="") as file:
+            with Path(path).open(encoding="utf-8-sig", newline="") as file:
                 reader = csv.reader(file)
-                for row in filter(None, reader):
-                    values = row[not row[0].strip().lstrip("-").isdecimal() :]
-                    lengths.append([int(value) for value in values])
-        except (OSError, UnicodeDecodeError) as error:
+                for row in reader:
+                    while row and not row[-1].strip():
+                        row.pop()
+                    if row:
+                        lengths.append(_lengths(row, f"`{path}`, line {reader.line_num}"))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UsageError(f"`{path}` cannot be read: {error}.") from None
-        except ValueError:
-            raise UsageError(
-                f"`{path}`, line {reader.line_num}: {','.join(row)!r:.80} are no lengths. Give a "
-                "line for each prompt: the tokens of its completions, perhaps after a name."
-            ) from None
         longest = max((n for of in lengths for n in of), default=1)
         return cls(lengths, [PROMPT_TOKENS] * len(lengths), limit or longest)
 

@@ -160,13 +160,18 @@ def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
         adapter: The `adapter_config` of its model.
 
     Raises:
-        UsageError: A setting differs from the adapter's.
+        UsageError: A setting differs from the adapter's, or there are no adapters.
     """
     if adapter is None:
         own = {"lora_alpha": 32, "lora_target_modules": "all-linear"}
-        return (
-            {n: own[n] if given[n] is None else given[n] for n in own} if given["lora_rank"] else {}
-        )
+        if given["lora_rank"]:
+            return {n: own[n] if given[n] is None else given[n] for n in own}
+        if useless := [n for n in own if given[n] is not None]:
+            raise UsageError(
+                f"`{useless[0]}={given[useless[0]]!r}` has no effect with `lora_rank=0`, which "
+                "trains every weight. Set `lora_rank`, or leave it out."
+            )
+        return {}
     own = _of_adapter(adapter)
     for name, value in own.items():
         if given[name] and _listed(given[name]) != value:

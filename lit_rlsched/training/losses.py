@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, check_ranges
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
 ImportanceSamplingMode = Literal[
@@ -151,6 +151,7 @@ def check_loss_settings(
     Raises:
         UsageError: Names the setting, its value and the fix.
     """
+    check_ranges("PolicyModule", locals(), "policy_loss")
     modes = (*get_args(ImportanceSamplingMode), None)
     upper = epsilon if epsilon_high is None else epsilon_high
     rloo, cispo = loss_type == "rloo", loss_type == "cispo"
@@ -162,16 +163,6 @@ def check_loss_settings(
         (
             importance_sampling_mode not in modes,
             f"`{importance_sampling_mode=}` is unknown. Use one of {list(modes)}.",
-        ),
-        (
-            min(epsilon, upper, beta) < 0,
-            f"`{epsilon=}`, `{epsilon_high=}` and `{beta=}` must not be negative. Use 0.0 to "
-            "switch one off.",
-        ),
-        (
-            importance_sampling_clip_max <= 0,
-            f"`{importance_sampling_clip_max=}` must be positive. Use "
-            "`importance_sampling_mode=None` to switch the correction off.",
         ),
         (
             cispo and (epsilon_high is None or epsilon_high < 1),

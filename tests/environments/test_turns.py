@@ -323,12 +323,15 @@ def test_import_paths_are_enough():
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"tool_steps": 0}, "`tool_steps=0`: use 1 or more"),
+        ({"tool_steps": 0}, r"\(tool_steps=0\)`: must be a whole number, 1 or more"),
         ({"tool_steps": 2, "max_sessions": 3}, "`tool_steps=2` with `max_sessions=3`"),
-        ({"max_sessions": 0}, "`max_sessions=0`: use 1 or more"),
-        ({"environment_workers": 0}, "`environment_workers=0`: use 1 or more"),
-        ({"max_tool_calling_iterations": 0}, "use 1 or more"),
-        ({"tool_timeout": 0}, "`tool_timeout=0`: use more than 0 seconds"),
+        ({"max_sessions": 0}, r"\(max_sessions=0\)`: must be a whole number, 1 or more"),
+        (
+            {"environment_workers": 0},
+            r"\(environment_workers=0\)`: must be a whole number, 1 or more",
+        ),
+        ({"max_tool_calling_iterations": 0}, "must be a whole number, 1 or more"),
+        ({"tool_timeout": 0}, r"\(tool_timeout=0\)`: use 0.01 to 1,000,000"),
     ],
 )
 def test_settings_out_of_range_are_refused(given, match):

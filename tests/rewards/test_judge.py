@@ -423,7 +423,9 @@ def test_the_judge_s_arguments_are_known_to_the_command_line(
     with pytest.raises(SystemExit) as stop:
         main([*base, "--data.reward_funcs.init_args.max_tokens=0"])
     assert stop.value.code == 2
-    assert "JudgeReward(max_tokens=0)`: use 1 or more" in capsys.readouterr().err
+    assert (
+        "JudgeReward(max_tokens=0)`: must be a whole number, 1 or more" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")

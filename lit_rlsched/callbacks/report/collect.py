@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
-from lit_rlsched.callbacks.what_if import Simulated, about_of, first, own_schedule, what_if
+from lit_rlsched.callbacks.what_if import (
+    ROUNDS,
+    Simulated,
+    about_of,
+    first,
+    measured,
+    missing,
+    named,
+    own_schedule,
+    what_if,
+)
 from lit_rlsched.run.record import ROUND, TIME, RunRecord, read_run
 from lit_rlsched.run.saving.run_folder import full_name_of, read_row
 from lit_rlsched.scheduling.timeline import TRAINER
-from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.scheduling.trace_files import Newest, Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import as_text
 from lit_rlsched.training.schedule import RunFacts
@@ -71,7 +81,9 @@ def run_data(
         try:
             rows = what_if(traces, facts)
             own = own_schedule(traces, rows)
-            schedules = [_schedule(row, row is own) for row in first(rows)]
+            took = measured(Newest(traces, ROUNDS))
+            schedules = [_schedule(row, named(row, own, took)) for row in first(rows)]
+            notes += missing(about) if schedules else []
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
     notes += _missing(traces, rounds, lines)
@@ -341,7 +353,7 @@ def _cell(name: str, value: Any) -> Any:
     return text
 
 
-def _schedule(row: Simulated, own: bool) -> list[Any]:
-    of, name = row.outcome, f"{row.name} (this run)" if own else row.name
+def _schedule(row: Simulated, name: str) -> list[Any]:
+    of = row.outcome
     shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
     return [name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]

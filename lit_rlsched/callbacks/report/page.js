@@ -349,7 +349,7 @@ function page() {
   bars(groups, "Kinds of groups", "All right and all wrong: every completion has the highest or the lowest reward of the run. One text: every completion is the same.", "groups", (r) => r.groups,
     { "several rewards": [0, ""], "all right": [2, "/"], "all wrong": [3, "."], "one text": [4, "x"], "one other reward": [6, "-"], "no reward": [7, "+"] });
   if (data.runs.some((r) => r.schedules.length)) {
-    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run, as if engine and trainer had devices or cores of their own, unless the run shows how much they slow each other down. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
+    const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run's newest rounds, as if engine and trainer had devices or cores of their own, unless the run shows how much they slow each other down. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
     chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts.", build() {
       const rows = run.schedules;
       if (!rows.length) return null;

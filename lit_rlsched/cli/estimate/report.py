@@ -120,13 +120,17 @@ def _verdict(ledger: Ledger, tables: list[_Table]) -> list[str]:
             return [*lines, "Not even the weights fit."]
     generations = ledger.largest_num_generations()
     tokens, most = ledger.largest_micro_batch_tokens(), ledger.most_micro_batch_tokens
-    cut = tokens == most < ledger.run.most_positions(ledger.num_generations)
+    whole = ledger.run.most_positions(ledger.num_generations)
+    of_tokens = _largest("micro_batch_tokens", ledger.micro_batch_tokens, tokens, tokens == most)
+    if tokens >= whole:
+        held = f"any value: a whole optimizer step of at most {whole:,} positions fits"
+        of_tokens = _said("micro_batch_tokens", held, ledger.micro_batch_tokens)
     return [
         *lines,
         _largest(
             "num_generations", ledger.num_generations, generations, generations == MOST_GENERATIONS
         ),
-        _largest("micro_batch_tokens", ledger.micro_batch_tokens, tokens, cut),
+        of_tokens,
     ]
 
 
@@ -156,6 +160,10 @@ def _fit(ledger: Ledger, table: _Table) -> list[str]:
 
 def _largest(name: str, configured: int, found: int, cut: bool) -> str:
     value = f"{found:,}{' or more' * cut}" if found else "none fits"
+    return _said(name, value, configured)
+
+
+def _said(name: str, value: str, configured: int) -> str:
     return f"{f'Largest {name}:':28}{value} (configured {configured:,})"
 
 

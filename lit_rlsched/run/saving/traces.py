@@ -10,6 +10,7 @@ from zlib import crc32
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.data.rows import name_of
+from lit_rlsched.run.facts import recorded
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
 from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
@@ -20,6 +21,10 @@ from lit_rlsched.types import ENVIRONMENT, LengthOnly, Sample
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+FACTS = "facts"
+"""What of a run decides which schedules `fit` refuses; traces of earlier versions have none."""
 
 
 class RunTraces:
@@ -78,7 +83,7 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
         "reward_funcs": settings.rewards.names,
         "async_rewards": settings.rewards.has_async,
     }
-    return {name: plain(value) for name, value in about.items()}
+    return {**{name: plain(value) for name, value in about.items()}, FACTS: recorded(run.facts)}
 
 
 SAME = (
