@@ -201,7 +201,7 @@ class ToolChat:
         return self._shows(items, "item_a8f3", "40917", "item_d6e7", "key_b9d4", "item_c4f9")
 
     def _shows(self, content: list[Any], *marks: str) -> bool:
-        chat = [*_dummy("f"), {"role": "tool", "name": "f", "content": content}]
+        chat = [*_dummy(_F), {**_replies(_F)[0], "content": content}]
         try:
             text = self._tokenizer.decode(self._ids(chat))
         except Exception:  # what a template raises has many types
