@@ -182,6 +182,10 @@ class ToolChat:
             raise ValueError(f"the template changes the call of {dummy[-1]['tool_calls']}")
         return ids[len(before) :] if len(ids) - len(before) <= room else None
 
+    def text_of(self, content: str | list[Any]) -> str:
+        """Return the content of a reply as text, as near to what the template makes of it."""
+        return str(content) if self._shows_lists else content_text(content)
+
     def _readable(self, content: str | list[Any]) -> str | list[Any]:
         if isinstance(content, str):
             return content

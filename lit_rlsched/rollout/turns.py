@@ -14,7 +14,6 @@ from lit_rlsched.environments.answers import Answer
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
-from lit_rlsched.text import content_text
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
 Next = Literal["decodes", "over", "lost", "diverged"]
@@ -339,7 +338,7 @@ class Turns:
         completion, repeats = sample.completion, sample.id in self._repeats
         self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
         messages = self._chat.replies(completion.messages[-1], replies)
-        as_read = [{**message, "content": content_text(message["content"])} for message in messages]
+        as_read = [{**m, "content": self._chat.text_of(m["content"])} for m in messages]
         have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
         room = sample.group.sampling.max_completion_length - have
         try:

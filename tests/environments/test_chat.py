@@ -93,6 +93,8 @@ def test_a_list_is_what_trl_makes_of_it_or_a_text(name, content):
         assert ids == chat.reply([{**one, "content": joined}], 512)
     text, parts = tokenizer.decode(ids), [*LISTS[0], "7", "8", "Oslo", "capital", "two ", "parts"]
     assert all(part in text for part in parts if part in str(content))
+    # rewards see it as the model does, but for the quotes of JSON
+    assert chat.text_of(content).replace("'", '"') in text.replace("'", '"')
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen3_training"])
