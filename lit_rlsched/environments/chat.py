@@ -114,12 +114,13 @@ class ToolChat:
         functions = [*_functions(message.pop("tool_calls", ()))]
         calls = [Call(str(function["name"]), _arguments(function)) for function in functions]
         if calls:
-            message["tool_calls"] = [
-                _calling(*call, function.get("id") or (_id(at) if self._reads_ids else None))
-                for at, (call, function) in enumerate(
-                    zip(calls, functions, strict=True), len(before)
-                )
-            ]
+            message["tool_calls"] = [_calling(*call) for call in calls]
+        if self._reads_ids:
+            for at, (made, function) in enumerate(
+                zip(message.get("tool_calls", ()), functions, strict=True), len(before)
+            ):
+                given = function.get("id")  # as the model has written it
+                made["id"] = given if isinstance(given, str) else _id(at)
         return message, calls
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -354,11 +355,9 @@ class ToolChat:
         except Exception:
             return False
         found = [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
-        return (
-            bool(found)
-            if some
-            else (found == example.calls and message["content"].startswith(example.text))
-        )
+        if some:
+            return bool(found)
+        return found == example.calls and message["content"].startswith(example.text)
 
     def _shown(self, reader: Reader) -> bool:
         """Return whether the source of the template has a call with arguments."""
