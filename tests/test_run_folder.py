@@ -236,7 +236,7 @@ def test_the_newest_is_what_was_saved_last_whatever_the_times_of_files_say(runs,
         paths = {}
         for seconds, rounds, steps in runs:
             path = Path(folder, f"{len(paths)}.ckpt")
-            state = {"settings": {}, "num_rounds": rounds, "saved_at": float(seconds)}
+            state = {"settings": {}, "num_rounds": rounds, "unix_seconds": float(seconds)}
             save(path, steps, RolloutDataModule=state)
             paths[path] = seconds, rounds, steps
         newest = max(paths, key=paths.get)

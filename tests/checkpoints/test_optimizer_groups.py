@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import SGD, Adam, AdamW
 
@@ -182,3 +183,29 @@ def test_layers_that_were_thawed_stay_so(tiny_model, save, resume, thawed):
     assert settings_of(trainer, resumed) == groups
     for (name, ours), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, other), name
+
+
+class Whole(GRPOModule):
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-3)
+
+
+class Keep(Callback):
+    """Saves in the run."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_layers_that_an_optimizer_has_but_nothing_thawed_stay_frozen(
+    tiny_model, save, resume, tmp_path
+):
+    path = tmp_path / "in the run.ckpt"
+    save(Whole(tiny_model), Thaws(9), Keep(path))
+    module = Whole(tiny_model)
+    resume(module, path, Thaws(9), epochs=2)
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    assert frozen and all(name.startswith("model.model.layers.0.") for name in frozen)

@@ -95,8 +95,8 @@ class PolicyCheckpoints(LightningModule):
 
     def on_fit_start(self) -> None:
         """Adopt the checkpoint's optimizer state, which Lightning loads next."""
-        if self._resumed is not None:
-            checkpoint, self._resumed = self._resumed, None
+        checkpoint, self._resumed = self._resumed, None
+        if checkpoint is not None and self.trainer.ckpt_path is not None:
             states = checkpoint["optimizer_states"]
             states[:1] = [self.adopt_optimizer(self.trainer.optimizers[0], states[0], checkpoint)]
 

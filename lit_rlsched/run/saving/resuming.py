@@ -30,8 +30,8 @@ _FIX = "or start a new run in another folder."
 
 
 def written() -> dict[str, Any]:
-    """Return the format of a state, which version wrote it, and when."""
-    return {"format": FORMAT, "version": __version__, "saved_at": time.time()}
+    """Return the format of a state, which version writes it, and when."""
+    return {"format": FORMAT, "version": __version__, "unix_seconds": time.time()}
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:

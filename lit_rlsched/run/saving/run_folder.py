@@ -217,7 +217,7 @@ def _age(checkpoint: dict[str, Any]) -> tuple[float, int, int]:
     through later ones again, so the number of rounds alone does not say which is the newest.
     """
     run = _run_state(checkpoint)
-    return run.get("saved_at", 0.0), run.get("num_rounds", 0), checkpoint["global_step"]
+    return run.get("unix_seconds", 0.0), run.get("num_rounds", 0), checkpoint["global_step"]
 
 
 def _steps(path: Path) -> float:
