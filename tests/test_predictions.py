@@ -41,13 +41,17 @@ def predict(tmp_path, tiny_model, digits):
 
 
 def test_a_row_for_each_completion_with_columns_and_rewards(predict, sums):
-    prompts = [{**row, "uid": f"p{i}", "completion": "mine"} for i, row in enumerate(sums[:3])]
+    prompts = [
+        {**row, "uid": f"p{i}", "completion": "mine", "input_completion": "b"}
+        for i, row in enumerate(sums[:3])
+    ]
     rows = [json.loads(line) for line in predict(prompts).read_text().splitlines()]
     assert [r["uid"] for r in rows] == [p["uid"] for p in prompts for _ in range(3)]
     assert [r["temperature"] for r in rows] == [0.0, 1.0, 1.0] * 3
     assert [r["answer"] for r in rows[::3]] == [p["answer"] for p in prompts]
     for row in rows:
-        assert row["input_completion"] == "mine" != row["completion"]
+        assert row["input_input_completion"] == "mine" != row["completion"]
+        assert row["input_completion"] == "b"
         assert 0 <= row["digits"] <= 1 and row["completion_length"] <= 8
         assert row["finish_reason"] in ("stop", "length")
 

@@ -187,12 +187,18 @@ def _of_rows(opened: Callable[[], Iterable[Any]], key: str, name: str) -> RowTab
 
 def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
     first, at = 0, partial(_at, name)
-    for table in each(tables, at):
+    for table in each(map(_valid, tables), at):
         for batch in table.combine_chunks().to_batches(BATCH):
             rows = _checked(of_batch(batch, at, first), name, first)
             yield record_batch(rows, first, batch.to_struct_array())
             first += len(rows)
     _check_some(first, name)
+
+
+def _valid(table: pa.Table) -> pa.Table:
+    """Refuse what would end the process: places of values outside a damaged file."""
+    table.validate(full=True)
+    return table
 
 
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:

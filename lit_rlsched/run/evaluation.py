@@ -147,8 +147,15 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
                 "finish_reason": completion.finish_reason,
                 **dict(zip(reward_funcs, completion.scores or [], strict=False)),
             }
-            columns = group.prompt.columns.items()
-            rows.append(row | {f"input_{k}" if k in row else k: value for k, value in columns})
+            columns = group.prompt.columns
+            taken = [name for name in columns if name in row]
+            row |= {name: value for name, value in columns.items() if name not in taken}
+            for name in taken:
+                value = columns[name]
+                while name in row:  # a column may be called `input_NAME` too
+                    name = f"input_{name}"
+                row[name] = value
+            rows.append(row)
     return rows
 
 
