@@ -98,7 +98,7 @@ class Range:
         least, most = map(_digits, (self.least, self.most))
         if self.most == LARGEST:
             if self.least == -LARGEST:
-                return "use a finite number"
+                return f"use a number from {self.least:g} to {self.most:g}"
             return f"use more than {least}" if self.open[0] else f"use {least} or more"
         if self.open[0]:
             return f"use more than {least}, {'less than' if self.open[1] else 'at most'} {most}"
