@@ -85,7 +85,9 @@ class Range:
             return False
         if value in (self.least, self.most) and self.open[value == self.most]:
             return False
-        return bool(self.least <= value <= self.most and (self.whole or _has_size(value)))
+        number: Any = value
+        inside = self.least <= number <= self.most
+        return bool(inside and (self.whole or not _too_small_or_large(number)))
 
     def __str__(self) -> str:
         """What to do, in words."""
@@ -96,15 +98,15 @@ class Range:
         least, most = map(_digits, (self.least, self.most))
         if self.most == LARGEST:
             if self.least == -LARGEST:
-                return "use a finite number"
+                return f"use a number from {self.least:g} to {self.most:g}"
             return f"use more than {least}" if self.open[0] else f"use {least} or more"
         if self.open[0]:
             return f"use more than {least}, {'less than' if self.open[1] else 'at most'} {most}"
         return f"use {least}{' or more and less than' if self.open[1] else ' to'} {most}"
 
 
-def _has_size(value: Any) -> bool:
-    return value == 0 or bool(SMALLEST <= abs(value) <= LARGEST)
+def _too_small_or_large(number: Any) -> bool:
+    return bool(0 < abs(number) < SMALLEST or LARGEST < abs(number) < math.inf)
 
 
 def _digits(number: float) -> str:
@@ -134,12 +136,13 @@ def check_ranges(owner: str, given: Mapping[str, Any], named: str | None = None)
         named: What the message names in place of the owner, such as a class that inherits from it.
     """
     for name, allowed in ranges().get(owner, {}).items():
-        if name not in given or allowed.holds(value := given[name]):
+        value: Any = given.get(name)
+        if name not in given or allowed.holds(value):
             continue
         size = ""
         if isinstance(value, int) and allowed.whole and value > MOST:
             size = f" and at most {MOST:,}"
-        elif isinstance(value, Real) and abs(value) < math.inf and not _has_size(value):
+        elif isinstance(value, Real) and _too_small_or_large(value):
             size = f", of a size from {SMALLEST:g} to {LARGEST:g}"
         message = f"`{named or owner}({name}={value!r})`: {allowed}{size}. {allowed.why}"
         raise UsageError(message.rstrip())

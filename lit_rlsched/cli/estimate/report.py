@@ -123,8 +123,8 @@ def _verdict(ledger: Ledger, tables: list[_Table]) -> list[str]:
     whole = ledger.run.most_positions(ledger.num_generations)
     of_tokens = _largest("micro_batch_tokens", ledger.micro_batch_tokens, tokens, tokens == most)
     if tokens >= whole:
-        held = f"any value: a whole optimizer step of at most {whole:,} positions fits"
-        of_tokens = _said("micro_batch_tokens", held, ledger.micro_batch_tokens)
+        any_does = f"any value: a whole optimizer step of at most {whole:,} positions fits"
+        of_tokens = _said("micro_batch_tokens", any_does, ledger.micro_batch_tokens)
     return [
         *lines,
         _largest(
