@@ -13,6 +13,7 @@ from lit_rlsched.scheduling.in_flight_updates import Cache, InFlight, WindowedRo
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least
+from lit_rlsched.settings import MOST
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import Group
 
@@ -105,7 +106,7 @@ class Peer:
         return schedule
 
 
-ROUND_ENDS = 2**31
+ROUND_ENDS = MOST
 """More turns than any rollout has: new weights come once for each update, where a round ends."""
 OVERSAMPLING = 1.5
 STALENESS = 1

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from lit_rlsched.scheduling.trace_files import Tables
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import MOST, UsageError
 from lit_rlsched.simulation.loop import Visit
 from lit_rlsched.types import LengthOnly, Prompt, Sample, stable_hash
 
@@ -22,8 +22,6 @@ BETWEEN = 0.5
 """Share of the variance of log-lengths that lies between prompts, where nothing else is known."""
 
 
-MOST = 2**31 - 1
-"""Longest completion of a file: more tokens than any model draws."""
 _NUMBER = re.compile(r"[+-]?[.,]?\d|[+-]?(nan|inf)", re.IGNORECASE)
 """How a number begins, or what is none but is read as one."""
 
