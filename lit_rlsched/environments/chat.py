@@ -110,11 +110,7 @@ class ToolChat:
         turn: Sequence[int],
         schemas: Sequence[Mapping[str, Any]],
     ) -> tuple[dict[str, Any], list[Call]]:
-        """Return the message of a turn and the calls in it.
-
-        Raises:
-            ValueError: a call is not whole. Others are possible.
-        """
+        """Return the message of a turn and the calls in it; raises if a call is not whole."""
         parsed = self._tokenizer.parse_response(
             self._decode(turn), reader.template, prefix=self._decode(before), tools=list(schemas)
         )
@@ -290,11 +286,7 @@ class ToolChat:
             )
 
     def _check_appends(self) -> bool:
-        """Return whether a turn may have several calls.
-
-        Raises:
-            UsageError: earlier turns are rendered in another way once others follow.
-        """
+        """Return whether a turn may have several calls; refuse a change of earlier turns."""
         one, two, several = dummy_chat(F), dummy_chat(F, G), True
         later = [*one, *dummy_replies(F), one[1]]
         cases = {
@@ -331,11 +323,7 @@ class ToolChat:
             return True
 
     def _find_reader(self) -> Reader:
-        """Return what reads the calls that the template renders.
-
-        Raises:
-            UsageError: nothing does.
-        """
+        """Return what reads the calls that the template renders; refuse one that nothing reads."""
         own = getattr(self._tokenizer, "response_template", None)
         try:
             examples = [*self._examples()]

@@ -68,12 +68,7 @@ class OpenEnv:
         return _text(answer["observation"])
 
     def _ask(self, what: str, data: Mapping[str, Any]) -> Any:
-        """Send a message and return the answer's data.
-
-        Raises:
-            RuntimeError: the server has refused it.
-            ValueError: the data has a number that JSON has not.
-        """
+        """Send a message and return the answer's data; raises if the server has refused it."""
         message = json.dumps({"type": what, "data": data}, allow_nan=False)  # NaN is no JSON
         try:
             self._socket.send(message)
