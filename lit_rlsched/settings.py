@@ -287,9 +287,6 @@ def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ())
     Args:
         given: The arguments.
         besides: Others that are refused.
-
-    Raises:
-        UsageError: names the argument.
     """
     if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
         raise UsageError(

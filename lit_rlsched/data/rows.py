@@ -337,9 +337,6 @@ def check_prompt(columns: Collection[Any], at: str) -> None:
     Args:
         columns: Its columns.
         at: Says where it is.
-
-    Raises:
-        UsageError: `prompt` is none of them.
     """
     if "prompt" not in columns:
         raise UsageError(

@@ -213,11 +213,7 @@ def decimals(gold: object) -> int:
 
 
 def check_gold(gold: object) -> None:
-    """Refuse a gold answer that cannot be read as a whole.
-
-    Raises:
-        UsageError: says why.
-    """
+    """Refuse a gold answer that cannot be read as a whole."""
     try:
         answer = answer_of(gold)
         if not all(map(_is_simple, _forms(answer))):
