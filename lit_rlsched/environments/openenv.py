@@ -133,7 +133,7 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
         ) from None
     # classes of several servers are told apart by their names
     name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc.rpartition('@')[2]}")
-    made = type(name, (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
+    made = type(name, (OpenEnv,), {"url": url, tool: _tool(shown, tool, action)})
     made.__module__ = __name__
     return made
 
@@ -141,20 +141,20 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
 def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
     """Return a method with the fields of an action as its arguments."""
     action = _whole(action, action.get("$defs", {}))
-    if "properties" not in action and action.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
-        raise UsageError(
-            f"`environment_factory={url}`: the action is a union. Write a subclass of `OpenEnv` "
-            "with a method for each kind of action, which calls `_step`."
-        )
     given = action.get("properties", {}).items()
     fields = {field: _of_template(field, schema) for field, schema in given if field not in _OWN}
-    for field, schema in fields.items():
-        if not isinstance(schema.get("type"), str):
-            raise UsageError(
-                f"`environment_factory={hide_keys(url)}`: the field `{field}` of the action is a "
-                f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
-                "each kind of action, which calls `_step`."
-            )
+    odd = [
+        f"the field `{field}` of the action is a {schema.get('type') or 'union'}"
+        for field, schema in fields.items()
+        if not isinstance(schema.get("type"), str)
+    ]
+    if "properties" not in action and action.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        odd.append("the action is a union")
+    if odd:
+        raise UsageError(
+            f"`environment_factory={url}`: {odd[0]}. Write a subclass of `OpenEnv` with a method "
+            "for each kind of action, which calls `_step`."
+        )
     without = [field for field, schema in fields.items() if "default" not in schema]
     required = [field for field in action.get("required", without) if field in fields]
 
