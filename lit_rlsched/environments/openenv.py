@@ -6,6 +6,7 @@ OpenEnv's own client (0.10) needs an older mcp than vLLM does, and cannot be ins
 import json
 import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,10 +127,12 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
     try:
         with urlopen(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
             action = json.load(answer)["action"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        # which shows a password as a wrong port
+        why = type(error).__name__ if isinstance(error, HTTPException) else error
         raise UsageError(
             f"`environment_factory={shown}`: no OpenEnv server answers at {shown}/schema "
-            f"({error}). Start it, or correct the address."
+            f"({why}). Start it, or correct the address."
         ) from None
     # classes of several servers are told apart by their names
     name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc.rpartition('@')[2]}")
