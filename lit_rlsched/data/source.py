@@ -81,10 +81,11 @@ class PromptSource:
         Raises:
             UsageError: there are fewer than `n` such prompts.
         """
-        if not 0 <= n <= len(self) - len(besides):
+        most = len(self) if self.shuffle else self._pass
+        if not 0 <= n <= most - len(besides):
             raise UsageError(
                 f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most once, "
-                f"and there are {len(self)}. Use {len(self)} or less, or a larger data set."
+                f"and there are {most}. Use {most} or less, or a larger data set."
             )
         drawn: list[tuple[int, int]] = []
         taken = {self._indices[uid] for uid in besides}

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from lit_rlsched.data.messages import columns_of, prompt_of
@@ -99,6 +100,7 @@ class StreamSource:
         self._uids = hashlib.blake2b(digest_size=8)
         self._found = Counter[str]()
         self._rows: Iterator[Row] | None = None
+        self._left_out = 0
 
     def _next(self) -> tuple[str, Row] | None:
         """Read the next row of the pass; `None` at its end."""
@@ -107,7 +109,7 @@ class StreamSource:
             if self.shuffle:
                 stream = stream.shuffle(seed=self.seed, buffer_size=BUFFER)
             stream.set_epoch(self.epoch)
-            self._rows = each(stream, self._at)
+            self._rows = self._whole_blocks(each(stream, self._at))
         if (row := next(self._rows, None)) is None:
             return None
         (row,) = for_each(partial(check_row, at=self._at), [row], self._at, self.offset)
@@ -121,6 +123,12 @@ class StreamSource:
         self.offset += 1
         self._uids.update(uid.encode() + b"\x1f")
         return uid, row
+
+    def _whole_blocks(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield rows, but not those at the end of a pass that are too few for a round."""
+        while len(block := [*islice(rows, self._multiple)]) == self._multiple:
+            yield from block
+        self._left_out = len(block)
 
     def _at(self, number: int) -> str:
         return f"The stream, row {number} of pass {self.epoch} (the first is 0)"
@@ -192,15 +200,13 @@ class StreamSource:
                     ends = 0
                 continue
             ends += 1
-            left_over = self.offset % self._multiple
-            if ends == 2 or left_over == self.offset > 0:
+            if ends == 2 or not self.offset:
+                rows = self.offset + self._left_out
                 raise UsageError(
                     f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most "
-                    f"once, and a pass over the stream has {self.offset} rows. Use "
-                    f"{self.offset} or less, or a larger data set."
+                    f"once, and a pass over the stream has {rows} rows. Use {rows} or less, or a "
+                    "larger data set."
                 )
-            del drawn[max(0, len(drawn) - left_over) :]
-            taken = {*besides, *(draw.prompt.uid for draw in drawn)}
             self._begin(self.epoch + 1)
         return drawn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from seen_rounds import Rounds
 from trl.trainer.utils import repeat_iterable_dataset
@@ -59,6 +59,23 @@ def test_passes_of_whole_rounds_are_those_of_trl(size: int, each: int, passes: i
     if not theirs:
         with pytest.raises(UsageError, match=f"`prompts_per_round={each}`"):
             source.draw(each)
+
+
+@given(
+    size=st.integers(2, 9), each=st.integers(1, 4), skipped=st.integers(0, 8), at=st.integers(0, 6)
+)
+@example(size=9, each=4, skipped=5, at=1)
+def test_a_prompt_that_waits_is_not_lost_where_a_pass_ends(
+    size: int, each: int, skipped: int, at: int
+) -> None:
+    whole = size // each * each
+    assume(each < whole)
+    source = source_of(rows_of(size), multiple=each)
+    drawn = []
+    for number in range(3 * whole // each):
+        drawn += source.draw(each, [f"p{skipped % size}"] if number == at % (whole // each) else [])
+    counts = Counter(draw.prompt.uid for draw in drawn)
+    assert len(counts) == whole and max(counts.values()) - min(counts.values()) <= 1
 
 
 @given(
