@@ -252,6 +252,12 @@ def test_passes_of_whole_rounds_are_those_of_trl(size: int, each: int, passes: i
     assert {key.partition("@")[2] for key in keys} <= {str(epoch) for epoch in range(passes)}
 
 
+def test_a_round_that_no_pass_of_whole_rounds_can_fill_is_refused() -> None:
+    source = PromptSource(prompts_of(5), 0, shuffle=False, multiple=4)
+    with pytest.raises(UsageError, match=r"there are 4\. Use 4 or less"):
+        source.draw(4, besides=["p0"])
+
+
 def test_each_pass_has_its_own_order_fixed_by_the_seed() -> None:
     source = PromptSource(prompts_of(50), seed=3)
     orders = [[draw.prompt.uid for draw in source.draw(50)] for _ in range(3)]
