@@ -195,20 +195,12 @@ def _addresses() -> Iterator[int]:
 
 
 def require_posix(part: str) -> None:
-    """Refuse Windows; `part` is the subject of the message's sentence.
-
-    Raises:
-        UsageError: this is Windows.
-    """
+    """Refuse Windows; `part` is the subject of the message's sentence."""
     if sys.platform == "win32":
         raise UsageError(f"{part} cannot run on Windows. Use Linux, macOS or WSL 2.")
 
 
 def require_linux(part: str, instead: str) -> None:
-    """Refuse every system but Linux; `instead` is a sentence that says what to do.
-
-    Raises:
-        UsageError: this is not Linux.
-    """
+    """Refuse every system but Linux; `instead` is a sentence that says what to do."""
     if sys.platform != "linux":
         raise UsageError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")

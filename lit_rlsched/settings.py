@@ -27,15 +27,10 @@ class RunFailed(UsageError, RuntimeError):
     """An engine, a reward worker or another part failed, and the message says what to do."""
 
 
-def check_finite(settings: Mapping[str, Any], besides: Collection[str] = ()) -> None:
-    """Refuse NaN and infinity, also in lists and dicts.
-
-    Args:
-        settings: The `locals()` of a constructor.
-        besides: Names of arguments to skip.
-    """
+def check_finite(settings: Mapping[str, Any]) -> None:
+    """Refuse NaN and infinity in settings whose entries `ranges.csv` does not know."""
     for name, value in settings.items():
-        if name not in besides and not _finite(value):
+        if not _finite(value):
             raise UsageError(
                 f"`{name}={value!r}` must be finite: use a number, or leave `{name}` out for the "
                 "default."
@@ -292,9 +287,6 @@ def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ())
     Args:
         given: The arguments.
         besides: Others that are refused.
-
-    Raises:
-        UsageError: names the argument.
     """
     if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
         raise UsageError(

@@ -14,7 +14,7 @@ from jsonargparse import capture_parser
 
 from lit_rlsched import __version__, callbacks, engines
 from lit_rlsched.cli import main as cli
-from lit_rlsched.cli.config_files import KeyTwice, check_keys
+from lit_rlsched.cli.config_files import KeyTwice, UniqueKeys
 from lit_rlsched.cli.errors import OnlyInFiles
 from lit_rlsched.cli.help import GROUPS
 from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
@@ -413,9 +413,9 @@ def doubled(tree: object, place: list[int]) -> str:
 @given(tree=TREES.filter(places), data=st.data())
 def test_a_key_that_stands_twice_is_refused_at_any_depth(tree: object, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, places(tree) - 1))
-    check_keys(doubled(tree, [-9]))
+    yaml.load(doubled(tree, [-9]), Loader=UniqueKeys)
     with pytest.raises(KeyTwice, match="stands in line 1 already") as error:
-        check_keys(doubled(tree, [place]))
+        yaml.load(doubled(tree, [place]), Loader=UniqueKeys)
     assert error.value.problem_mark.line == 0
 
 

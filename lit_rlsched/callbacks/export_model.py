@@ -50,11 +50,7 @@ class ExportModel(RemembersInit, Callback):
         self.push_to_hub = push_to_hub
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a module that cannot be exported.
-
-        Raises:
-            UsageError: the module is not a `GRPOModule` or `RLOOModule`.
-        """
+        """Refuse a module that cannot be exported."""
         if stage != "fit":
             return
         if not isinstance(pl_module, PolicyModule):
@@ -64,11 +60,7 @@ class ExportModel(RemembersInit, Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse `adapter=True` without adapters, which `model` may bring.
-
-        Raises:
-            UsageError: there are none.
-        """
+        """Refuse `adapter=True` without adapters, which `model` may bring."""
         if self.adapter and not pl_module.hparams["lora_rank"]:
             raise UsageError(
                 "`ExportModel(adapter=True)`: the run trains all weights (`lora_rank=0`), so there "

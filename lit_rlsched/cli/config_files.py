@@ -12,6 +12,28 @@ class KeyTwice(yaml.MarkedYAMLError):  # type: ignore[misc]
     """A key stands twice."""
 
 
+class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that stands twice, as one of its values would be lost."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Compose a mapping.
+
+        Raises:
+            KeyTwice: names the key and both lines.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (name := (key.tag, key.value)) in lines:
+                problem = (
+                    f"`{key.value}` stands in line {lines[name]} already, and one of the two would "
+                    "be lost. Make them one"
+                )
+                raise KeyTwice(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return node
+
+
 def read(given: str) -> tuple[dict[str, Any], str]:
     """Return the settings in a file, or a sentence about what is wrong with it.
 
@@ -21,14 +43,10 @@ def read(given: str) -> tuple[dict[str, Any], str]:
     path = Path(given)
     if not path.is_file():
         folder = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
-        return (
-            {},
-            f"`--config {path}`: there is no such file.{did_you_mean(given, map(str, folder))}",
-        )
+        near = did_you_mean(given, map(str, folder))
+        return {}, f"`--config {path}`: there is no such file.{near}"
     try:
-        text = path.read_text(encoding="utf-8")
-        check_keys(text)
-        content = yaml.safe_load(text)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         return {}, f"`{given}`{line} is not valid YAML: {error.problem}."
@@ -40,33 +58,3 @@ def read(given: str) -> tuple[dict[str, Any], str]:
         kind = "list" if isinstance(content, list) else "single value"
         return {}, f"`{given}` holds a {kind}. It must hold settings, such as `data:`, by name."
     return content, ""
-
-
-def check_keys(text: str) -> None:
-    """Refuse YAML with a key that stands twice, as one of its values would be lost.
-
-    Raises:
-        KeyTwice: names the key and both lines.
-    """
-    seen: set[int] = set()
-    waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, yaml.ScalarNode | None) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-            continue
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            waiting += [key, value]
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if (name := (key.tag, key.value)) in lines:
-                problem = (
-                    f"`{key.value}` stands in line {lines[name]} already, and one of the two would "
-                    "be lost. Make them one"
-                )
-                raise KeyTwice(problem=problem, problem_mark=key.start_mark)
-            lines[name] = key.start_mark.line + 1

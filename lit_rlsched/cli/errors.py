@@ -17,14 +17,14 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
-from lit_rlsched.cli.config_files import check_keys
+from lit_rlsched.cli.config_files import UniqueKeys
 from lit_rlsched.cli.quick import Refusal
 from lit_rlsched.cli.wording import plain
 from lit_rlsched.settings import UsageError
 
 
 def _load(text: str) -> Any:
-    check_keys(text)
+    yaml.compose(text, Loader=UniqueKeys)
     return yaml_load(text)
 
 

@@ -193,9 +193,12 @@ class Check:
             Unclear: the rest cannot be judged here.
         """
         pairs = [*_pairs(args)]
-        files = [v for o, v in pairs if o in ("-c", "--config") and self._settings]
-        for given in files:  # whatever cannot be judged of the rest
-            if not _is_inline(given) and (wrong := config_files.read(given)[1]):
+        files = {}
+        for given in (v for o, v in pairs if o in ("-c", "--config") and self._settings):
+            if given.lstrip().startswith("{") or "\n" in given:  # no file, but what is in one
+                continue
+            files[given], wrong = config_files.read(given)
+            if wrong:  # whatever cannot be judged of the rest
                 yield wrong
         for option, value in pairs:
             if not option and self.arguments:
@@ -204,19 +207,15 @@ class Check:
                 fix = f" Did you mean `--config {value}`?" if Path(value).is_file() else ""
                 yield f"`{value}` is not an option.{fix}"
             elif option in ("-c", "--config") and self._settings:
-                yield from self._file(value)
+                if value not in files:
+                    raise Unclear
+                yield from self._file(value, files[value])
             elif option.startswith("-c") or option.endswith(".help"):
                 raise Unclear
             elif option != "--debug" and not (option == "--print_config" and self._settings):
                 yield from self._option(option, value)
 
-    def _file(self, given: str) -> Iterator[str]:
-        if _is_inline(given):
-            raise Unclear
-        content, wrong_file = config_files.read(given)
-        if wrong_file:
-            yield wrong_file
-            return
+    def _file(self, given: str, content: Node) -> Iterator[str]:
         for wrong in self._wrong(content, {"properties": self._settings}, ""):
             where = "" if isinstance(wrong, Unknown) and wrong.owner else f" (given in `{given}`)"
             yield wrong if isinstance(wrong, str) else wrong.message(where)
@@ -226,8 +225,7 @@ class Check:
         content: Any = value
         if value.lstrip().startswith(("[", "{")):
             try:
-                config_files.check_keys(value)
-                content = yaml.safe_load(value)
+                content = yaml.load(value, Loader=config_files.UniqueKeys)
             except config_files.KeyTwice as error:
                 yield f"`{option}`: {error.problem}."
                 return
@@ -400,11 +398,6 @@ def _meant(key: str, known: Iterable[str], dashes: str = "") -> str:
 
 def _written(dashes: str, setting: str) -> str:
     return f"`{dashes if setting[0].islower() else ''}{setting}`"
-
-
-def _is_inline(given: str) -> bool:
-    """Whether the value of `--config` is a configuration, and not the name of a file."""
-    return given.lstrip().startswith("{") or "\n" in given
 
 
 def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,26 @@ At = Callable[[int], str]
 
 
 @contextmanager
+def located(at: Callable[[], str]) -> Iterator[None]:
+    """Let what a library raises in the block say where the data are."""
+    try:
+        yield
+    except (UsageError, MemoryError):
+        raise
+    except Exception as error:
+        raise unreadable(at(), error) from error
+
+
+@contextmanager
 def naming(name: str) -> Iterator[None]:
     """Let whatever is raised in the block name the data set."""
     try:
-        yield
-    except MemoryError:
-        raise
+        with located(lambda: f"`{name}`"):
+            yield
     except UsageError as error:
         if name in str(error):
             raise
         raise UsageError(f"`{name}`: {error}") from error
-    except Exception as error:
-        raise unreadable(f"`{name}`", error) from error
 
 
 def unreadable(at: str, error: Exception) -> UsageError:
@@ -49,14 +58,11 @@ def each(rows: Iterable[Any], at: At) -> Iterator[Any]:
     """Yield rows, or batches of them: an error names the row behind those that were yielded."""
     iterator, number = iter(rows), 0
     while True:
-        try:
-            row = next(iterator)
-        except StopIteration:
-            return
-        except (UsageError, MemoryError):
-            raise
-        except Exception as error:
-            raise unreadable(at(number), error) from error
+        with located(partial(at, number)):
+            try:
+                row = next(iterator)
+            except StopIteration:
+                return
         yield row
         number += getattr(row, "num_rows", 1)
 
@@ -66,13 +72,9 @@ def for_each(
 ) -> list[Any]:
     """Call a function with each row and its number: an error names the row, and the column."""
     row, number, results = None, first, []
-    try:
+    with located(lambda: f"{at(number)}{_column(call, row, number)}"):
         for number, row in enumerate(rows, start=first):
             results.append(call(row, number))
-    except (UsageError, MemoryError):
-        raise
-    except Exception as error:
-        raise unreadable(f"{at(number)}{_column(call, row, number)}", error) from error
     return results
 
 

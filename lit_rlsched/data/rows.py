@@ -18,10 +18,10 @@ from lit_rlsched.data.reading import (
     each,
     for_each,
     json_of,
+    located,
     naming,
     of_batch,
     read_json,
-    unreadable,
 )
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
@@ -249,14 +249,11 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
         for number, raw in enumerate(lines, start=1):
             if not (line := decoded(raw, path, number).strip()):
                 continue
-            try:
-                rows.append(check_row(json_of(line), number, at))
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{at(number)} is not JSON: {error}.") from None
-            except (UsageError, MemoryError):
-                raise
-            except Exception as error:
-                raise unreadable(at(number), error) from error
+            with located(partial(at, number)):
+                try:
+                    rows.append(check_row(json_of(line), number, at))
+                except json.JSONDecodeError as error:
+                    raise UsageError(f"{at(number)} is not JSON: {error}.") from None
             texts.append(line)
             if len(rows) == BATCH:
                 yield record_batch(rows, first, texts)
@@ -337,9 +334,6 @@ def check_prompt(columns: Collection[Any], at: str) -> None:
     Args:
         columns: Its columns.
         at: Says where it is.
-
-    Raises:
-        UsageError: `prompt` is none of them.
     """
     if "prompt" not in columns:
         raise UsageError(

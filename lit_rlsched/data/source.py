@@ -143,11 +143,7 @@ class PromptSource:
 
 
 def check_same_order(state: Mapping[str, Any], seed: int, shuffle: bool) -> None:
-    """Refuse a position in prompts that come in another order.
-
-    Raises:
-        UsageError: names the setting, both values and the fix.
-    """
+    """Refuse a position in prompts that come in another order."""
     for name, ours in (("seed", seed), ("shuffle", shuffle)):
         if state[name] != ours:
             raise UsageError(

@@ -23,11 +23,7 @@ PackedPrompt = tuple[str, str, list[int], str]
 
 
 def check_streams(has_domains: bool) -> None:
-    """Refuse a schedule that needs to know all training prompts.
-
-    Raises:
-        UsageError: names the setting and a fix.
-    """
+    """Refuse a schedule that needs to know all training prompts."""
     if has_domains:
         raise UsageError(
             "`TailBatching(per_domain=...)` draws from each domain, and `train_data` is a stream, "

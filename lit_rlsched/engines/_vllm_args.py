@@ -94,11 +94,7 @@ UNKNOWN = "with it vLLM may draw or record something else than the policy that i
 
 
 def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse every argument that is not known to leave tokens and log-probs unchanged.
-
-    Raises:
-        UsageError: an argument is not in `PASSED_ON`; the message says why.
-    """
+    """Refuse every argument that is not known to leave tokens and log-probs unchanged."""
     for name, value in kwargs.items():
         if name in PASSED_ON:
             continue

@@ -58,11 +58,7 @@ def decodes_on() -> str:
 
 
 def check_build(device: torch.device) -> None:
-    """Refuse a vLLM that decodes on another device type than the run's.
-
-    Raises:
-        UsageError: says what to install, or where to run instead.
-    """
+    """Refuse a vLLM that decodes on another device type than the run's."""
     found = decodes_on()
     if found == device.type:
         return
@@ -88,9 +84,6 @@ def check_head_size(config: Any) -> None:
 
     Args:
         config: The transformers configuration of the language model.
-
-    Raises:
-        UsageError: names the head size, the supported sizes and an engine that takes any size.
     """
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     backend = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend

@@ -87,11 +87,7 @@ def open_group(address: str, port: int, world_size: int) -> Any:
 
 
 def check_nccl(group: Any) -> None:
-    """Refuse a group that would send nothing and say nothing.
-
-    Raises:
-        RunFailed: NCCL cannot be used here.
-    """
+    """Refuse a group that would send nothing and say nothing."""
     if group is not None and group.disabled:
         raise RunFailed(
             "`weight_transfer='nccl'`: vLLM cannot load NCCL, or `VLLM_DISABLE_PYNCCL` is set. "

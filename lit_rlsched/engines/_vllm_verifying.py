@@ -253,11 +253,7 @@ def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
 
 
 def check_sampling(requests: Sequence[Request]) -> None:
-    """Refuse `min_p`: vLLM's first model runner applies it by requests and not by positions.
-
-    Raises:
-        UsageError: names the request.
-    """
+    """Refuse `min_p`: vLLM's first model runner applies it by requests and not by positions."""
     for request in requests:
         if min_p := request.sampling.min_p:
             raise UsageError(

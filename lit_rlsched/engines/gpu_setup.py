@@ -69,11 +69,7 @@ def unseen_gpu() -> str | None:
 
 
 def refuse_unseen_gpu(accelerator: object) -> None:
-    """Refuse to run on a GPU that PyTorch does not see, with the reason, which Lightning omits.
-
-    Raises:
-        UsageError: `accelerator` asks for a GPU, and PyTorch sees none although there is one.
-    """
+    """Refuse to run on a GPU that PyTorch does not see, with the reason, which Lightning omits."""
     from lit_rlsched.settings import UsageError
 
     if accelerator in ("gpu", "cuda") and (why := unseen_gpu()):
@@ -81,11 +77,7 @@ def refuse_unseen_gpu(accelerator: object) -> None:
 
 
 def refuse_missing_gpus(accelerator: object, devices: object) -> None:
-    """Refuse more GPUs than this machine has; Lightning's message does not name the setting.
-
-    Raises:
-        UsageError: `devices` asks for a GPU that is not there.
-    """
+    """Refuse more GPUs than this machine has; Lightning's message does not name the setting."""
     import torch
 
     from lit_rlsched.settings import UsageError

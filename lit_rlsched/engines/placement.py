@@ -53,11 +53,7 @@ def variables_of(
 
 
 def check_devices(spec: EngineSpec, tensor_parallel_size: int) -> None:
-    """Refuse more engines than the node has GPUs for.
-
-    Raises:
-        UsageError: names the setting, its value and the largest value that works.
-    """
+    """Refuse more engines than the node has GPUs for."""
     if spec.device.type != "cuda":
         return
     gpus = num_devices("cuda")

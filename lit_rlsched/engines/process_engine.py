@@ -350,11 +350,7 @@ class ProcessEngine(RolloutEngine):
         self._deaths = 0
 
     def _ask(self, *message: Any) -> Any:
-        """Ask the process, and replace it if it dies.
-
-        Raises:
-            EngineDied: the process was replaced, and has no requests.
-        """
+        """Ask the process, and replace it if it dies; it then has no requests."""
         try:
             return self.child.call(*message)
         except EngineDied:

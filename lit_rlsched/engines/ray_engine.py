@@ -280,11 +280,7 @@ class ActorLink:
         return pickle.loads(answer)
 
     def _greet(self) -> None:
-        """Wait until the actor runs, and refuse another version of the package.
-
-        Raises:
-            RunFailed: the node has another version.
-        """
+        """Wait until the actor runs, and refuse another version of the package."""
         if self._hello is None:
             return
         version, self._node, self._address, self.pid = self._first_answer()
@@ -299,11 +295,7 @@ class ActorLink:
             self.send(message)
 
     def _first_answer(self) -> Any:
-        """Wait until the actor runs, and create it again where it was on a node that is lost.
-
-        Raises:
-            RunFailed: it does not run after a while.
-        """
+        """Wait until the actor runs, and create it again where it was on a node that is lost."""
         from ray.exceptions import GetTimeoutError, RayActorError
 
         began = time.monotonic()

@@ -142,11 +142,7 @@ class SimulatedEngine(SlotEngine):
         return finished + [live.event(self._decode_steps) for live in self._held.values()]
 
     def _verify(self, drafts: DraftTokens) -> tuple[int, int]:
-        """Draw the next token of each request, and its right draft tokens.
-
-        Returns:
-            Numbers of draft tokens and of right ones.
-        """
+        """Draw next tokens and right draft tokens; return the numbers of drafts and right ones."""
         proposed, accepted = drafts.propose([*self._held]), 0
         for live in self._held.values():
             at = self._decode_steps - live.start

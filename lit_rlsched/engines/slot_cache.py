@@ -129,11 +129,7 @@ def _capacity(have: int, need: int, most: int) -> int:
 
 
 def check_full_attention(policy: Any, max_model_len: int) -> None:
-    """Refuse a model with layers other than full attention.
-
-    Raises:
-        UsageError: a layer has a sliding window, is recurrent or of another kind.
-    """
+    """Refuse a model with layers other than full attention."""
     config = policy.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):

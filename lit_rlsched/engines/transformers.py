@@ -185,11 +185,7 @@ class TransformersEngine(SlotEngine):
         return events
 
     def _draw_after(self, guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
-        """Draw after the last token of each row and after each of its draft tokens.
-
-        Returns:
-            Tokens and their log-probs, one row after the other.
-        """
+        """Draw after the last token and each draft token of a row; return tokens and log-probs."""
         token, position, seed, drawn, _ = self._integers[:, : len(guesses)]
         width = 1 + max(map(len, guesses))
         fed = torch.tensor([[0, *guess, *[0] * (width - 1 - len(guess))] for guess in guesses])

@@ -87,7 +87,7 @@ class VLLMEngine(SlotEngine):
         tensor_parallel_size: int = 1,
         enable_lora: bool = False,
     ) -> None:
-        check_finite(locals())
+        check_finite({"engine_kwargs": engine_kwargs})
         if dtype is not None:
             check_choice("VLLMEngine", "dtype", dtype, arguments.DTYPES)
         self.dtype = dtype

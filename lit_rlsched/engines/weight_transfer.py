@@ -278,9 +278,6 @@ def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> No
         setting: Value of `weight_transfer`.
         engine: Engine that runs in the process.
         owner: Name of the class whose setting it is.
-
-    Raises:
-        UsageError: names the setting, its value and what to do.
     """
     if setting is None:
         return
@@ -298,11 +295,7 @@ def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> No
 
 
 def check_gpus(gpus: Placed, setting: str) -> None:
-    """Refuse engines that share a GPU.
-
-    Raises:
-        UsageError: names the engines and the GPU.
-    """
+    """Refuse engines that share a GPU."""
     seen: dict[str, str] = {}
     for engine, own in gpus:
         for gpu in own:

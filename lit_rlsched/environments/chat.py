@@ -6,11 +6,25 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lit_rlsched.data.messages import tool_arguments
-from lit_rlsched.environments.response_templates import Reader, known, load
-from lit_rlsched.settings import UsageError
+from lit_rlsched.environments.response_templates import (
+    TOOLS,
+    VALUES,
+    F,
+    G,
+    Reader,
+    arguments_of,
+    as_call,
+    as_turn,
+    dummy_chat,
+    dummy_replies,
+    functions_in,
+    id_of,
+    known,
+    load,
+)
+from lit_rlsched.settings import ENDS, UsageError
 from lit_rlsched.text import are_text, content_text, is_deep, printable
 
-_ENDS = ("add_generation_prompt", "continue_final_message", "tools")
 _NO_COLUMNS: Mapping[str, Any] = {}
 
 
@@ -96,11 +110,7 @@ class ToolChat:
         turn: Sequence[int],
         schemas: Sequence[Mapping[str, Any]],
     ) -> tuple[dict[str, Any], list[Call]]:
-        """Return the message of a turn and the calls in it.
-
-        Raises:
-            ValueError: a call is not whole. Others are possible.
-        """
+        """Return the message of a turn and the calls in it; raises if a call is not whole."""
         parsed = self._tokenizer.parse_response(
             self._decode(turn), reader.template, prefix=self._decode(before), tools=list(schemas)
         )
@@ -111,16 +121,16 @@ class ToolChat:
         if reader.begin.search(content):
             raise ValueError("a call that is not whole")
         message["content"] = content
-        functions = [*_functions(message.pop("tool_calls", ()))]
-        calls = [Call(str(function["name"]), _arguments(function)) for function in functions]
+        functions = [*functions_in(message.pop("tool_calls", ()))]
+        calls = [Call(str(function["name"]), arguments_of(function)) for function in functions]
         if calls:
-            message["tool_calls"] = [_calling(*call) for call in calls]
+            message["tool_calls"] = [as_call(*call) for call in calls]
         if self._reads_ids:
             for at, (made, function) in enumerate(
                 zip(message.get("tool_calls", ()), functions, strict=True), len(before)
             ):
                 given = function.get("id")  # as the model has written it
-                made["id"] = given if isinstance(given, str) else _id(at)
+                made["id"] = given if isinstance(given, str) else id_of(at)
         return message, calls
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -174,9 +184,9 @@ class ToolChat:
         if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None
         # some templates take the name of a reply from its call, which they find by its id
-        replies = [{"tool_call_id": _id(i), **message} for i, message in enumerate(messages)]
+        replies = [{"tool_call_id": id_of(i), **message} for i, message in enumerate(messages)]
         calls = [(reply["name"], reply["tool_call_id"]) for reply in replies]
-        dummy = _dummy(*(calls if self._several_calls else calls[:1]))
+        dummy = dummy_chat(*(calls if self._several_calls else calls[:1]))
         before = self._to_end(self._ids(dummy, row))
         ids = self._ids([*dummy, *replies], row, add_generation_prompt=True)
         if ids[: len(before)] != before:
@@ -206,7 +216,7 @@ class ToolChat:
         return self._shows(items, "item_a8f3", "40917", "item_d6e7", "key_b9d4", "item_c4f9")
 
     def _shows(self, content: list[Any], *marks: str) -> bool:
-        chat = [*_dummy(_F), {**_replies(_F)[0], "content": content}]
+        chat = [*dummy_chat(F), {**dummy_replies(F)[0], "content": content}]
         try:
             text = self._tokenizer.decode(self._ids(chat))
         except Exception:  # what a template raises has many types
@@ -232,7 +242,7 @@ class ToolChat:
     ) -> list[int]:
         """Return the tokens of a chat, without tools unless they are given."""
         given = tool_arguments({**row, "prompt": messages}, self._settings, ())
-        given = {name: value for name, value in given.items() if name not in _ENDS}
+        given = {name: value for name, value in given.items() if name not in (*ENDS, "tools")}
         given["add_generation_prompt"] = add_generation_prompt
         return self._render(messages, {**given, **tools})
 
@@ -251,7 +261,7 @@ class ToolChat:
     @cached_property
     def _user_turn(self) -> int:
         """Number of tokens of the dummy's first message."""
-        return len(self._ids(_dummy()[:1]))
+        return len(self._ids(dummy_chat()[:1]))
 
     def _check_renders_tools(self) -> None:
         text = ""
@@ -259,7 +269,7 @@ class ToolChat:
         name, key, value, content = parts
         chat: list[dict[str, Any]] = [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "", "tool_calls": [_calling(name, {key: value})]},
+            {"role": "assistant", "content": "", "tool_calls": [as_call(name, {key: value})]},
             {"role": "tool", "name": name, "content": content},
         ]
         why = "leaves out"
@@ -276,17 +286,13 @@ class ToolChat:
             )
 
     def _check_appends(self) -> bool:
-        """Return whether a turn may have several calls.
-
-        Raises:
-            UsageError: earlier turns are rendered in another way once others follow.
-        """
-        one, two, several = _dummy(_F), _dummy(_F, _G), True
-        later = [*one, *_replies(_F), one[1]]
+        """Return whether a turn may have several calls; refuse a change of earlier turns."""
+        one, two, several = dummy_chat(F), dummy_chat(F, G), True
+        later = [*one, *dummy_replies(F), one[1]]
         cases = {
-            "a reply": (one, [*one, *_replies(_F)]),
-            "the replies of two tools": (two, [*two, *_replies(_F, _G)]),
-            "a second turn": (later, [*later, *_replies(_F)]),
+            "a reply": (one, [*one, *dummy_replies(F)]),
+            "the replies of two tools": (two, [*two, *dummy_replies(F, G)]),
+            "a second turn": (later, [*later, *dummy_replies(F)]),
         }
         for what, (chat, more) in cases.items():
             try:
@@ -309,19 +315,15 @@ class ToolChat:
 
     def _renders_ids(self) -> bool:
         """Return whether the template reads the ids of calls and replies."""
-        calls, without = (_F, _G), [(name, None) for name, _ in (_F, _G)]
-        with_ids = self._ids([*_dummy(*calls), *_replies(*calls)])
+        calls, without = (F, G), [(name, None) for name, _ in (F, G)]
+        with_ids = self._ids([*dummy_chat(*calls), *dummy_replies(*calls)])
         try:
-            return with_ids != self._ids([*_dummy(*without), *_replies(*without)])
+            return with_ids != self._ids([*dummy_chat(*without), *dummy_replies(*without)])
         except Exception:  # it needs them
             return True
 
     def _find_reader(self) -> Reader:
-        """Return what reads the calls that the template renders.
-
-        Raises:
-            UsageError: nothing does.
-        """
+        """Return what reads the calls that the template renders; refuse one that nothing reads."""
         own = getattr(self._tokenizer, "response_template", None)
         try:
             examples = [*self._examples()]
@@ -351,7 +353,7 @@ class ToolChat:
     def _reads(self, reader: Reader, example: _Example, some: bool = False) -> bool:
         """Return whether the calls of an example are read as they are, or `some` call."""
         try:
-            message, calls = self._parsed(reader, example.before, example.turn, _TOOLS)
+            message, calls = self._parsed(reader, example.before, example.turn, TOOLS)
         except Exception:
             return False
         found = [(name, json.dumps(arguments, sort_keys=True)) for name, arguments in calls]
@@ -364,26 +366,26 @@ class ToolChat:
         source = self._tokenizer.get_chat_template(self._settings.get("chat_template"))
         try:
             message = self._tokenizer.parse_response(source, reader.template, prefix="")
-            return any(map(_arguments, _functions(message.get("tool_calls", ()))))
+            return any(map(arguments_of, functions_in(message.get("tool_calls", ()))))
         except Exception:
             return False
 
     def _examples(self) -> Iterator[_Example]:
         """Yield turns as the template renders them: the first has no call."""
-        user = _dummy()[0]
+        user = dummy_chat()[0]
         header = self._ids([user], add_generation_prompt=True)[self._user_turn :]
-        one = [user, _turn(("f", _VALUES))]
+        one = [user, as_turn(("f", VALUES))]
         chats: list[tuple[list[dict[str, Any]], list[tuple[str, Any]]]] = [
-            ([*one, *_replies(_F), {"role": "assistant", "content": "8"}], []),
-            (one, [("f", _VALUES)]),
-            ([*one, *_replies(_F), _turn(("g", {}))], [("g", {})]),
+            ([*one, *dummy_replies(F), {"role": "assistant", "content": "8"}], []),
+            (one, [("f", VALUES)]),
+            ([*one, *dummy_replies(F), as_turn(("g", {}))], [("g", {})]),
         ]
         if self._several_calls:
-            calls = [("f", _VALUES), ("g", {}), ("f", _VALUES)]
-            chats.append(([user, _turn(*calls)], calls))
+            calls = [("f", VALUES), ("g", {}), ("f", VALUES)]
+            chats.append(([user, as_turn(*calls)], calls))
         for chat, calls in chats:
-            whole = self._ids(chat, tools=_TOOLS)
-            prompt = self._ids(chat[:-1], add_generation_prompt=True, tools=_TOOLS)
+            whole = self._ids(chat, tools=TOOLS)
+            prompt = self._ids(chat[:-1], add_generation_prompt=True, tools=TOOLS)
             same = [a == b for a, b in zip(whole, prompt, strict=False)]
             start = [*same, False].index(False)
             if whole[start : start + len(header)] == header:  # as DiffusionGemma, behind a reply
@@ -396,105 +398,9 @@ class ToolChat:
     def _starts(self) -> list[str]:
         """Return what stands before a turn of the assistant, behind a user's turn and a reply."""
         starts = []
-        for chat in (_dummy()[:1], [*_dummy(_F), *_replies(_F)]):
+        for chat in (dummy_chat()[:1], [*dummy_chat(F), *dummy_replies(F)]):
             text = self._decode(self._ids(chat, add_generation_prompt=True))
             added = text.removeprefix(self._decode(self._ids(chat)))
             # where the template adds nothing, the end of the message before
             starts.append(added if added.strip() else text.rpartition(chat[-1]["content"])[2])
         return starts
-
-
-def _id(number: int) -> str:
-    """Return an id of nine letters and digits, as Mistral's template wants them."""
-    return f"c{number:08d}"
-
-
-_F, _G = ("f", _id(0)), ("g", _id(1))
-_VALUES: dict[str, Any] = {
-    "text": ' a "b"\n  c\'s \\ é, {d: [1]}\n',
-    "integer": 7,
-    "number": -2.5,
-    "boolean": True,
-    "array": [1, "x y", {"z": False}],
-    "object": {"k": ["v"], "w": {}},
-}
-"""Arguments of each type, by its name. No null: early templates of Gemma 4 write it as `None`."""
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "dummy",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    key: {"type": "string" if key == "text" else key, "description": "dummy"}
-                    for key in parameters
-                },
-                "required": [],
-            },
-        },
-    }
-    for name, parameters in (("f", _VALUES), ("g", {}))
-]
-
-
-def _calling(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
-    """Return a call as a message has it."""
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": call_id, **call} if call_id else call
-
-
-def _turn(*calls: tuple[str, Any]) -> dict[str, Any]:
-    """Return a turn that calls tools with arguments."""
-    tool_calls = [_calling(*call, _id(i)) for i, call in enumerate(calls)]
-    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
-
-
-def _dummy(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
-    """Return a chat whose last turn calls tools, given by name and id.
-
-    The turn has a thought, as some templates show an empty one in the last turn only.
-    """
-    tool_calls = [_calling(name, {}, call_id) for name, call_id in calls]
-    thought = {"content": "", "reasoning_content": "dummy"}
-    return [
-        {"role": "user", "content": "dummy"},
-        {"role": "assistant", **thought, "tool_calls": tool_calls},
-    ]
-
-
-def _replies(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
-    """Return the replies to calls, given by name and id."""
-    return [
-        {"role": "tool", "name": name, "content": "dummy", **({"tool_call_id": at} if at else {})}
-        for name, at in calls
-    ]
-
-
-def _functions(parsed: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
-
-    Raises:
-        ValueError: one has no name.
-    """
-    for call in [parsed] if isinstance(parsed, Mapping) else parsed:
-        if "function" in call:
-            its = {"id": call["id"]} if "id" in call else {}
-            yield from ({**its, **each} for each in _functions(call["function"]))
-        elif isinstance(call.get("name"), str):
-            yield call
-        else:
-            raise ValueError("a call without a name")
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call; OpenAI's form has an object as a JSON string."""
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        try:
-            as_json = json.loads(arguments)
-        except ValueError:
-            return arguments
-        return as_json if isinstance(as_json, dict) else arguments
-    return {} if arguments is None else arguments

@@ -6,6 +6,7 @@ OpenEnv's own client (0.10) needs an older mcp than vLLM does, and cannot be ins
 import json
 import re
 from collections.abc import Mapping
+from http.client import HTTPException
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -68,12 +69,7 @@ class OpenEnv:
         return _text(answer["observation"])
 
     def _ask(self, what: str, data: Mapping[str, Any]) -> Any:
-        """Send a message and return the answer's data.
-
-        Raises:
-            RuntimeError: the server has refused it.
-            ValueError: the data has a number that JSON has not.
-        """
+        """Send a message and return the answer's data; raises if the server has refused it."""
         message = json.dumps({"type": what, "data": data}, allow_nan=False)  # NaN is no JSON
         try:
             self._socket.send(message)
@@ -131,14 +127,16 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
     try:
         with urlopen(f"{url.rstrip('/')}/schema", timeout=SECONDS) as answer:
             action = json.load(answer)["action"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        # which shows a password as a wrong port
+        why = type(error).__name__ if isinstance(error, HTTPException) else error
         raise UsageError(
             f"`environment_factory={shown}`: no OpenEnv server answers at {shown}/schema "
-            f"({error}). Start it, or correct the address."
+            f"({why}). Start it, or correct the address."
         ) from None
     # classes of several servers are told apart by their names
     name = re.sub(r"\W+", "_", f"{tool}_{urlsplit(url).netloc.rpartition('@')[2]}")
-    made = type(name, (OpenEnv,), {"url": url, tool: _tool(url, tool, action)})
+    made = type(name, (OpenEnv,), {"url": url, tool: _tool(shown, tool, action)})
     made.__module__ = __name__
     return made
 
@@ -146,20 +144,20 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
 def _tool(url: str, name: str, action: Mapping[str, Any]) -> Any:
     """Return a method with the fields of an action as its arguments."""
     action = _whole(action, action.get("$defs", {}))
-    if "properties" not in action and action.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
-        raise UsageError(
-            f"`environment_factory={url}`: the action is a union. Write a subclass of `OpenEnv` "
-            "with a method for each kind of action, which calls `_step`."
-        )
     given = action.get("properties", {}).items()
     fields = {field: _of_template(field, schema) for field, schema in given if field not in _OWN}
-    for field, schema in fields.items():
-        if not isinstance(schema.get("type"), str):
-            raise UsageError(
-                f"`environment_factory={hide_keys(url)}`: the field `{field}` of the action is a "
-                f"{schema.get('type') or 'union'}. Write a subclass of `OpenEnv` with a method for "
-                "each kind of action, which calls `_step`."
-            )
+    odd = [
+        f"the field `{field}` of the action is a {schema.get('type') or 'union'}"
+        for field, schema in fields.items()
+        if not isinstance(schema.get("type"), str)
+    ]
+    if "properties" not in action and action.keys() & {"anyOf", "oneOf", "allOf", "$ref"}:
+        odd.append("the action is a union")
+    if odd:
+        raise UsageError(
+            f"`environment_factory={url}`: {odd[0]}. Write a subclass of `OpenEnv` with a method "
+            "for each kind of action, which calls `_step`."
+        )
     without = [field for field, schema in fields.items() if "default" not in schema]
     required = [field for field in action.get("required", without) if field in fields]
 

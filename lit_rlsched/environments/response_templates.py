@@ -3,6 +3,7 @@
 The chat template itself tells which syntax is its own: the one that reads back what it renders.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -122,3 +123,99 @@ def _tagged(begin: str, key: str, value_end: str) -> dict[str, Any]:
         },
         "transform": _NAMED,
     }
+
+
+def id_of(number: int) -> str:
+    """Return an id of nine letters and digits, as Mistral's template wants them."""
+    return f"c{number:08d}"
+
+
+F, G = ("f", id_of(0)), ("g", id_of(1))
+VALUES: dict[str, Any] = {
+    "text": ' a "b"\n  c\'s \\ é, {d: [1]}\n',
+    "integer": 7,
+    "number": -2.5,
+    "boolean": True,
+    "array": [1, "x y", {"z": False}],
+    "object": {"k": ["v"], "w": {}},
+}
+"""Arguments of each type, by its name. No null: early templates of Gemma 4 write it as `None`."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "dummy",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    key: {"type": "string" if key == "text" else key, "description": "dummy"}
+                    for key in parameters
+                },
+                "required": [],
+            },
+        },
+    }
+    for name, parameters in (("f", VALUES), ("g", {}))
+]
+
+
+def as_call(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
+    """Return a call as a message has it."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, **call} if call_id else call
+
+
+def as_turn(*calls: tuple[str, Any]) -> dict[str, Any]:
+    """Return a turn that calls tools with arguments."""
+    tool_calls = [as_call(*call, id_of(i)) for i, call in enumerate(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}
+
+
+def dummy_chat(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
+    """Return a chat whose last turn calls tools, given by name and id.
+
+    The turn has a thought, as some templates show an empty one in the last turn only.
+    """
+    tool_calls = [as_call(name, {}, call_id) for name, call_id in calls]
+    thought = {"content": "", "reasoning_content": "dummy"}
+    return [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", **thought, "tool_calls": tool_calls},
+    ]
+
+
+def dummy_replies(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
+    """Return the replies to calls, given by name and id."""
+    return [
+        {"role": "tool", "name": name, "content": "dummy", **({"tool_call_id": at} if at else {})}
+        for name, at in calls
+    ]
+
+
+def functions_in(parsed: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
+
+    Raises:
+        ValueError: one has no name.
+    """
+    for call in [parsed] if isinstance(parsed, Mapping) else parsed:
+        if "function" in call:
+            its = {"id": call["id"]} if "id" in call else {}
+            yield from ({**its, **each} for each in functions_in(call["function"]))
+        elif isinstance(call.get("name"), str):
+            yield call
+        else:
+            raise ValueError("a call without a name")
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call; OpenAI's form has an object as a JSON string."""
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            as_json = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return as_json if isinstance(as_json, dict) else arguments
+    return {} if arguments is None else arguments

@@ -252,11 +252,7 @@ class Sessions:
     async def _within(
         self, seconds: float | None, function: Callable[..., Any], /, **arguments: Any
     ) -> Any:
-        """Call a function, for so many seconds at most.
-
-        Raises:
-            Late: it takes longer. The thread of a sync one works on.
-        """
+        """Call a function; raises `Late` after so many seconds: a sync one's thread works on."""
 
         def outcome() -> tuple[Any, BaseException | None]:
             try:
@@ -291,11 +287,7 @@ class Sessions:
 
 
 def _packed(state: Any) -> str:
-    """Return a state as text.
-
-    Raises:
-        ValueError: it is too large.
-    """
+    """Return a state as text; raises if it is too large."""
     pickled = cloudpickle.dumps(state)  # classes of the user's script too
     if len(pickled) > MAX_STATE:
         raise ValueError(f"`state_dict` returned {len(pickled)} bytes; at most {MAX_STATE} fit")

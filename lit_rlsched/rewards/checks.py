@@ -28,11 +28,7 @@ NOT_PASSED = ("prompt", "uid", "completion")
 
 
 def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
-    """Refuse environment variables that are not set.
-
-    Raises:
-        UsageError: names them.
-    """
+    """Refuse environment variables that are not set."""
     if isinstance(names, str):
         raise UsageError(f"`reward_env_vars={names!r}`: give a list of names, such as `[{names}]`.")
     if missing := sorted(set(names) - os.environ.keys()):
@@ -123,9 +119,6 @@ def check_seen_by_tools(name: str, own: Iterable[str], shared: Iterable[str]) ->
         name: Name of the function.
         own: Its `env_vars`.
         shared: Names of environment variables that all workers see besides the usual ones.
-
-    Raises:
-        UsageError: names the variables that only the function may see.
     """
     seen = worker_environment(shared)
     if secret := [variable for variable in own if variable in os.environ and variable not in seen]:
@@ -186,9 +179,6 @@ def check_names(columns: Sequence[str], at: str) -> None:
     Args:
         columns: Columns of a row.
         at: Says where the row is, for the message.
-
-    Raises:
-        UsageError: names the columns and the row.
     """
     if hidden := [name for name in (*GIVEN, *OFFERED) if name in columns]:
         raise UsageError(

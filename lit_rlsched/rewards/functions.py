@@ -82,11 +82,7 @@ def reasoning_gym_reward(
 
 
 def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
-    """Refuse a row that `reasoning_gym_reward` would not score.
-
-    Raises:
-        UsageError: the data set was not reviewed, or a column is not what it must be.
-    """
+    """Refuse a row that `reasoning_gym_reward` would not score."""
     if missing := {"task", "metadata"} - columns.keys():
         raise UsageError(
             f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
@@ -127,11 +123,7 @@ def countdown_reward(
 
 
 def check_countdown_row(columns: Mapping[str, Any]) -> None:
-    """Refuse a row that `countdown_reward` would not score.
-
-    Raises:
-        UsageError: `metadata` is missing, or not what it must be.
-    """
+    """Refuse a row that `countdown_reward` would not score."""
     checked_entry("countdown", columns.get("metadata"), None, None)
 
 
@@ -197,11 +189,7 @@ def _verified(text: str, gold: Any) -> float:
 
 
 def check_math_verify_row(columns: Mapping[str, Any]) -> None:
-    """Refuse a row whose gold answer `math_verify_reward` would not read as a whole.
-
-    Raises:
-        UsageError: says why.
-    """
+    """Refuse a row whose gold answer `math_verify_reward` would not read as a whole."""
     golds = [columns[name] for name in ("answer", "solution") if name in columns]
     if not golds:
         raise UsageError("there is no column `answer` or `solution`.")

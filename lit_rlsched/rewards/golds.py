@@ -90,11 +90,7 @@ def _digits(number: str) -> str:
 
 
 def _forms(answer: str) -> list[str]:
-    """Return the ways to write an answer in LaTeX: words also as a text.
-
-    Raises:
-        UsageError: math-verify would read a part of it, or letters in place of words.
-    """
+    """Return the ways to write an answer in LaTeX; refuse one of which math-verify reads a part."""
     from latex2sympy2_extended import normalize_latex
     from math_verify import LatexExtractionConfig
 
@@ -217,11 +213,7 @@ def decimals(gold: object) -> int:
 
 
 def check_gold(gold: object) -> None:
-    """Refuse a gold answer that cannot be read as a whole.
-
-    Raises:
-        UsageError: says why.
-    """
+    """Refuse a gold answer that cannot be read as a whole."""
     try:
         answer = answer_of(gold)
         if not all(map(_is_simple, _forms(answer))):

@@ -187,11 +187,7 @@ class Judge(RemembersInit, ABC):
         return sorted(self._columns)
 
     def check_row(self, columns: Mapping[str, Any]) -> None:
-        """Refuse a row whose columns the question would not show.
-
-        Raises:
-            UsageError: a column that the template names is None, or has the name of a setting.
-        """
+        """Refuse a row whose columns the question would not show."""
         if hidden := sorted(self._own_fields & columns.keys()):
             raise UsageError(
                 f"the judge fills in {hidden} from its settings, so the column of that name would "

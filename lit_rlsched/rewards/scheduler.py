@@ -168,9 +168,6 @@ class RewardScheduler:
             rows: Rows of the data set, with all columns. An attribute `column_sets` (the number of
                 the first row with each set of columns) saves looking at every row.
             data: Name of the data set's setting.
-
-        Raises:
-            UsageError: names function, argument and columns.
         """
         first_rows = getattr(rows, "column_sets", None)
         if first_rows is None:
@@ -186,9 +183,6 @@ class RewardScheduler:
         Args:
             columns: Names of the row's columns.
             at: Says where the row is, for the message.
-
-        Raises:
-            UsageError: names function, argument and columns.
         """
         names = list(map(str, columns))
         check_names(names, at)

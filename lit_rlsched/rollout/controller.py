@@ -239,11 +239,7 @@ class RolloutController:
         return {} if self.lengths is None else self.lengths.end_round()
 
     def _intervenes(self, completions: int) -> bool:
-        """Return whether this loop may change, between two steps, what other completions decode.
-
-        Args:
-            completions: Number of completions that the round decodes.
-        """
+        """Return whether this loop may change, between two steps, what other completions decode."""
         if self._feedback.more or (self.turns is not None and self.turns.tool_steps is not None):
             return True
         worker = self.worker

@@ -55,7 +55,6 @@ REFUSED_CALLBACKS: dict[str, str] = {
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse arguments of `RolloutDataModule` that contradict each other."""
-    check_finite(settings, besides=["train_data", "val_data", "test_data", "predict_data"])
     if (limit := settings["reward_memory_limit"]) is not None:
         parse_bytes(limit, "reward_memory_limit")
     tool_steps, most = settings["tool_steps"], settings["max_sessions"]
@@ -79,6 +78,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
     _check_objects(settings)
     check_template_kwargs(settings["chat_template_kwargs"] or {})
+    check_finite({"chat_template_kwargs": settings["chat_template_kwargs"]})
     given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
     if given and not (settings["val_greedy"] or settings["val_num_generations"]):
         raise UsageError(

@@ -425,11 +425,7 @@ COMBINATIONS: Sequence[Combination] = [
 
 
 def check(schedule: Schedule, facts: RunFacts) -> None:
-    """Refuse settings that do not go together, and a rule that needs more prompts than there are.
-
-    Raises:
-        UsageError: names both settings, and says what to do instead.
-    """
+    """Refuse settings that do not go together, and a rule that needs more prompts."""
     if facts.prompts is not None:
         schedule.rule.check_enough(facts.prompts)
     for row, values in _found(schedule, facts, "refused"):

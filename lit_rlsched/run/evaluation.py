@@ -148,9 +148,7 @@ def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[d
                 **dict(zip(reward_funcs, completion.scores or [], strict=False)),
             }
             columns = group.prompt.columns
-            taken = [name for name in columns if name in row]
-            row |= {name: value for name, value in columns.items() if name not in taken}
-            for name in taken:
+            for name in sorted(columns, key=row.__contains__):  # those that get another name last
                 value = columns[name]
                 while name in row:  # a column may be called `input_NAME` too
                     name = f"input_{name}"

@@ -25,7 +25,6 @@ from lit_rlsched.settings import (
     KnownArguments,
     UsageError,
     arguments_checked,
-    check_finite,
     check_name,
 )
 from lit_rlsched.training.advantages import mean_kl
@@ -152,7 +151,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         old_logprobs: Literal["trainer", "engine"] | None = None,
         shared_prefix: bool | None = None,
     ) -> None:
-        check_finite(locals())
         check_name(
             type(self).__name__,
             "model",

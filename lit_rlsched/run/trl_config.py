@@ -3,14 +3,40 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from transformers import TrainingArguments
 
 from lit_rlsched.settings import UsageError, counterpart, did_you_mean
 
+_FREE = (
+    *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "gradient_checkpointing"),
+    *("bf16", "fp16", "use_cpu", "seed", "full_determinism", "logging_steps", "report_to"),
+    *("run_name", "project", "disable_tqdm", "save_strategy", "save_total_limit"),
+    *("eval_strategy", "eval_steps", "eval_on_start"),
+    # left to the script, or arguments of a method
+    *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "hub_model_id"),
+)
+"""Settings of transformers that may have any value."""
+_WITHOUT_EFFECT = (
+    *("per_device_eval_batch_size", "eval_accumulation_steps", "save_steps", "log_level", "tf32"),
+    *("remove_unused_columns", "gradient_checkpointing_kwargs", "use_liger_kernel"),
+    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_drop_last", "dataloader_in_order"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
+    *("log_unique_prompts", "ddp_timeout", "ddp_find_unused_parameters", "pad_to_multiple_of"),
+    *("num_completions_to_print", "vllm_max_model_length", "logging_strategy"),
+    *("logging_first_step", "average_tokens_across_devices", "skip_memory_metrics"),
+    *("logging_nan_inf_filter", "log_on_each_node", "log_level_replica", "log_multimodal"),
+    *("ds3_gather_for_generation", "eval_do_concat_batches", "include_num_input_tokens_seen"),
+    "use_cache",
+)
+"""Settings that do not change what is trained: a warning names them."""
 _OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
 """Values that switch a setting off."""
 _ALSO: Mapping[str, tuple[Any, ...]] = {
@@ -30,26 +56,13 @@ _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(init=False)
 class _Settings:
-    """Settings that are used here."""
+    """Settings of TRL that are used here."""
 
-    output_dir: str | None = None
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
     generation_batch_size: int | None = None
     steps_per_generation: int | None = None
-    num_train_epochs: float = 3.0
-    max_steps: int = -1
     learning_rate: float = 1e-6
-    lr_scheduler_type: str = "linear"
-    warmup_steps: float = 0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    max_grad_norm: float = 1.0
     gradient_checkpointing: bool = True
     bf16: bool | None = None
-    fp16: bool = False
-    use_cpu: bool = False
     beta: float = 0.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
@@ -65,8 +78,6 @@ class _Settings:
     mask_truncated_completions: bool = False
     chat_template_kwargs: dict[str, Any] | str | None = None
     shuffle_dataset: bool | None = True
-    seed: int = 42
-    full_determinism: bool = False
     use_vllm: bool = False
     vllm_mode: str = "colocate"
     vllm_gpu_memory_utilization: float = 0.3
@@ -74,15 +85,6 @@ class _Settings:
     vllm_enable_sleep_mode: bool = False
     logging_steps: float = 10
     log_completions: bool = False
-    report_to: str | None = "none"
-    run_name: str | None = None
-    project: str = "huggingface"
-    disable_tqdm: bool | None = None
-    save_strategy: str = "steps"
-    save_total_limit: int | None = None
-    eval_strategy: str = "no"
-    eval_steps: float | None = None
-    eval_on_start: bool = False
 
     def __init__(self, output_dir: str | None = None, **settings: Any) -> None:
         for one in _fields(type(self)).values():
@@ -103,7 +105,7 @@ class _Settings:
         if name in _fields(type(self)) and isinstance(value, str) and value.startswith("{"):
             value = self._parsed(name, value)
         if not self._is_accepted(name, value):
-            if name not in _fields(_WithoutEffect):
+            if name not in _WITHOUT_EFFECT:
                 self._refuse(name, value)
             rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
         vars(self)[name] = value
@@ -117,7 +119,7 @@ class _Settings:
     def _is_accepted(self, name: str, value: Any) -> bool:
         if (field := _fields(type(self)).get(name)) is None:
             return value in _OFF and bool(counterpart(name, str))  # a name of earlier versions
-        if name not in _fields(_WithoutEffect) and name not in _refused(type(self)):
+        if name not in _unused(type(self)):
             return True
         default = _default(field)
         if value == default or (value in _OFF and default in _OFF) or value in _ALSO.get(name, ()):
@@ -154,112 +156,22 @@ class _Settings:
         return int(os.environ.get("LOCAL_RANK", 0))
 
 
-@dataclass(init=False)
-class _ForScripts:
-    """Settings that TRL's trainers leave to the script, or that a method is called with."""
-
-    do_train: bool = False
-    do_eval: bool = False
-    do_predict: bool = False
-    resume_from_checkpoint: str | None = None
-    local_rank: int = -1
-    hub_model_id: str | None = None
+_OfTransformers: Any = make_dataclass(
+    "_OfTransformers", [(one.name, one.type, one) for one in fields(TrainingArguments)], init=False
+)
 
 
 @dataclass(init=False)
-class _WithoutEffect:
-    """Settings that do not change what is trained: a warning names them."""
+class _Unused(_OfTransformers):  # type: ignore[misc]
+    """Settings that must have TRL's default, or be off if that is off."""
 
-    per_device_eval_batch_size: int = 8
-    eval_accumulation_steps: int | None = None
-    save_steps: float = 500
-    log_level: str = "passive"
-    tf32: bool | None = None
     remove_unused_columns: bool | None = False
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
-    use_liger_kernel: bool = False
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_persistent_workers: bool = False
-    dataloader_prefetch_factor: int | None = None
-    torch_compile: bool = False
-    torch_compile_backend: str | None = None
-    torch_compile_mode: str | None = None
-    torch_empty_cache_steps: int | None = None
     log_unique_prompts: bool = False
-    ddp_timeout: int = 1800
     pad_to_multiple_of: int | str | None = "auto"
     num_completions_to_print: int | None = None
     vllm_max_model_length: int | None = None
-    logging_strategy: str = "steps"
-    logging_first_step: bool = False
-    ddp_find_unused_parameters: bool | None = None
-    average_tokens_across_devices: bool = True
-    dataloader_drop_last: bool = False
-    dataloader_in_order: bool = True
-    skip_memory_metrics: bool = True
-    logging_nan_inf_filter: bool = True
-    log_on_each_node: bool = True
-    log_level_replica: str = "warning"
     log_multimodal: bool = True
     ds3_gather_for_generation: bool = True
-    eval_do_concat_batches: bool = True
-    include_num_input_tokens_seen: str | bool = "no"
-    use_cache: bool = False
-
-
-@dataclass(init=False)
-class _Refused:
-    """Settings that must have TRL's default, or be off if that is off."""
-
-    lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    optim: str = "adamw_torch_fused"
-    optim_args: str | None = None
-    adam_epsilon: float = 1e-8
-    optim_target_modules: str | None = None
-    label_smoothing_factor: float = 0.0
-    bf16_full_eval: bool = False
-    fp16_full_eval: bool = False
-    liger_kernel_config: dict[str, bool] | None = None
-    neftune_noise_alpha: float | None = None
-    auto_find_batch_size: bool = False
-    trackio_space_id: str | None = None
-    trackio_bucket_id: str | None = None
-    trackio_static_space_id: str | None = None
-    eval_delay: float = 0
-    prediction_loss_only: bool = False
-    eval_use_gather_object: bool = False
-    include_for_metrics: list[str] = field(default_factory=list)
-    batch_eval_metrics: bool = False
-    save_only_model: bool = False
-    save_on_each_node: bool = False
-    enable_jit_checkpoint: bool = False
-    push_to_hub: bool = False
-    hub_token: str | None = None
-    hub_private_repo: bool | None = None
-    hub_strategy: str = "every_save"
-    hub_always_push: bool = False
-    hub_revision: str | None = None
-    load_best_model_at_end: bool = False
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    ignore_data_skip: bool = False
-    restore_callback_states_from_checkpoint: bool = False
-    data_seed: int | None = None
-    accelerator_config: dict[str, Any] | str | None = None
-    parallelism_config: dict[str, Any] | str | None = None
-    dataloader_multiprocessing_context: str | None = None
-    label_names: list[str] | None = None
-    train_sampling_strategy: str = "random"
-    length_column_name: str = "length"
-    ddp_bucket_cap_mb: int | None = None
-    ddp_broadcast_buffers: bool | None = None
-    ddp_static_graph: bool | None = None
-    ddp_backend: str | None = None
-    fsdp: str | None = None
-    fsdp_config: dict[str, Any] | str | None = None
-    deepspeed: dict[str, Any] | str | None = None
-    debug: str | list[str] = ""
     model_init_kwargs: dict[str, Any] | str | None = None
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
@@ -283,7 +195,7 @@ class _Refused:
 
 
 @dataclass(init=False)
-class _RefusedByGRPO(_Refused):
+class _UnusedByGRPO(_Unused):
     cast_lm_head_to_fp32: bool = False
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
@@ -307,12 +219,12 @@ class _RefusedByGRPO(_Refused):
 
 
 @dataclass(init=False)
-class _RefusedByRLOO(_Refused):
+class _UnusedByRLOO(_Unused):
     reward_clip_range: tuple[float, float] | None = None
 
 
 @dataclass(init=False)
-class GRPOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByGRPO):
+class GRPOConfig(_Settings, _UnusedByGRPO):
     """Settings of `GRPOTrainer` by TRL's names, with TRL's defaults.
 
     A setting that would change what is trained and has no counterpart is refused with the reason;
@@ -337,7 +249,7 @@ class GRPOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByGRPO):
 
 
 @dataclass(init=False)
-class RLOOConfig(_Settings, _ForScripts, _WithoutEffect, _RefusedByRLOO):
+class RLOOConfig(_Settings, _UnusedByRLOO):
     """Settings of `RLOOTrainer` by TRL's names, with TRL's defaults; see `GRPOConfig`."""
 
     num_generations: int | None = 2
@@ -353,9 +265,10 @@ def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _refused(cls: type) -> set[str]:
-    bases = (base for base in cls.__mro__ if issubclass(base, _Refused))
-    return {n for base in bases if not issubclass(base, _Settings) for n in _fields(base)}
+def _unused(cls: type) -> set[str]:
+    bases = (base for base in cls.__mro__ if issubclass(base, _Unused))
+    names = (n for base in bases if not issubclass(base, _Settings) for n in _fields(base))
+    return {*names}.difference(_FREE)
 
 
 def _odd_entries(name: str, value: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sized
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 
 def with_their_names(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -84,7 +85,7 @@ class History(Callback, Logger):
 
     def on_fit_start(self, trainer: Trainer, *args: Any) -> None:
         """Start the clock."""
-        self._began = time.monotonic(), self._steps
+        self._began = time.time(), self._steps
         run = trainer.datamodule.run  # type: ignore[attr-defined]
         if isinstance(rows := run.rows["train"], Sized):
             rounds = len(rows) // run.settings.prompts_per_round
@@ -108,15 +109,10 @@ class History(Callback, Logger):
     def output(self, completions: int) -> TrainOutput:
         """Return the result of a training with this number of completions per optimizer step."""
         began, before = self._began
-        seconds, steps = max(time.monotonic() - began, 1e-9), self._steps - before
+        steps = self._steps - before
         loss = self._losses / max(1, self._steps)
-        metrics = {
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(steps * completions / seconds, 3),
-            "train_steps_per_second": round(steps / seconds, 3),
-            "train_loss": loss,
-            "epoch": self.epoch,
-        }
+        speed = speed_metrics("train", began, steps * completions, steps)
+        metrics = {**speed, "train_loss": loss, "epoch": self.epoch}
         self._add(metrics, self._step)
         return TrainOutput(self._step, loss, metrics)
 
@@ -143,6 +139,18 @@ class History(Callback, Logger):
         )
 
 
+_OF_ACCELERATOR = {
+    "is_main_process": "is_global_zero",
+    "num_processes": "world_size",
+    "process_index": "global_rank",
+    "local_process_index": "local_rank",
+    "device": "strategy.root_device",
+    "print": "print",
+    "wait_for_everyone": "strategy.barrier",
+}
+"""Attributes of an accelerator that scripts use, and those of Lightning's Trainer."""
+
+
 class Accelerator:
     """What scripts use of `trainer.accelerator`; the Trainer is Lightning's."""
 
@@ -150,48 +158,17 @@ class Accelerator:
         self._trainer = trainer
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"`accelerator` of `lit_rlsched.trl` has no `{name}`: the training is Lightning's. Use "
-            "`trainer.trainer.strategy`."
-        )
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
-        return self._trainer.is_global_zero
+        if name not in _OF_ACCELERATOR:
+            raise AttributeError(
+                f"`accelerator` of `lit_rlsched.trl` has no `{name}`: the training is Lightning's. "
+                "Use `trainer.trainer.strategy`."
+            )
+        return attrgetter(_OF_ACCELERATOR[name])(self._trainer)
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is the first process of its machine."""
         return self._trainer.local_rank == 0
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes that train."""
-        return self._trainer.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return self._trainer.global_rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return self._trainer.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._trainer.strategy.root_device
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process."""
-        self._trainer.print(*args, **kwargs)
-
-    def wait_for_everyone(self) -> None:
-        """Wait for all processes."""
-        self._trainer.strategy.barrier()
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the model, which nothing wraps."""

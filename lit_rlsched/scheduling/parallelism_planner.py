@@ -163,11 +163,7 @@ class TensorParallelPlanner:
 
 
 def check_bounds(minimum: int, maximum: int | None) -> None:
-    """Refuse bounds without a size between them; a `maximum` of `None` is not known yet.
-
-    Raises:
-        UsageError: names the arguments, their values and what works.
-    """
+    """Refuse bounds without a size between them; a `maximum` of `None` is not known yet."""
     check_sizes(minimum=minimum, maximum=maximum)
     if maximum is not None and minimum > maximum:
         raise UsageError(
@@ -177,11 +173,7 @@ def check_bounds(minimum: int, maximum: int | None) -> None:
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Refuse sizes that are not powers of two; `None` is a size that is not known yet.
-
-    Raises:
-        UsageError: names the argument, its value and what works.
-    """
+    """Refuse sizes that are not powers of two; `None` is a size that is not known yet."""
     for name, n in sizes.items():
         if n is not None and (type(n) is not int or n < 1 or n & (n - 1)):
             raise UsageError(

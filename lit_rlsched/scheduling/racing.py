@@ -51,9 +51,6 @@ def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], wa
         prompts: The data set.
         raced: Number of prompts of each domain in a race.
         waiting: Maximum number of prompts that wait for a long round, perhaps all of one domain.
-
-    Raises:
-        UsageError: names the prompt or the domain, and the fix.
     """
     there: Counter[str] = Counter()
     for prompt in prompts:

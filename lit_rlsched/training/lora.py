@@ -211,11 +211,7 @@ def as_reference(policy: Any) -> Iterator[None]:
 
 
 def check_adapters(policy: nn.Module) -> None:
-    """Refuse adapters that are lost when `named_weights` merges each weight by itself.
-
-    Raises:
-        UsageError: Names the layer and the fix.
-    """
+    """Refuse adapters that are lost when `named_weights` merges each weight by itself."""
     base = base_model(policy)
     uses = Counter(
         id(weight) for part in base.modules() for weight in part._parameters.values()

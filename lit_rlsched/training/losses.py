@@ -146,11 +146,7 @@ def check_loss_settings(
     importance_sampling_mode: str | None = "sequence_mask",
     importance_sampling_clip_max: float = 3.0,
 ) -> None:
-    """Refuse settings of `policy_loss` that are out of range or contradict each other.
-
-    Raises:
-        UsageError: Names the setting, its value and the fix.
-    """
+    """Refuse settings of `policy_loss` that are out of range or contradict each other."""
     check_ranges("PolicyModule", locals(), "policy_loss")
     modes = (*get_args(ImportanceSamplingMode), None)
     upper = epsilon if epsilon_high is None else epsilon_high

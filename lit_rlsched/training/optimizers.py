@@ -61,10 +61,6 @@ def check_optimizers(
     """Refuse what a module's `configure_optimizers` returned if it would not train the policy.
 
     The gradients of the optimizer are unscaled and clipped by the module from now on.
-
-    Raises:
-        UsageError: there is not exactly one optimizer, it has no weight of the policy, or a
-            scheduler needs a metric.
     """
     if len(optimizers) != 1:
         raise UsageError(

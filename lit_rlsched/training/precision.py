@@ -40,11 +40,7 @@ def load_dtype(precision: str | None, lora: bool) -> torch.dtype:
 
 
 def check_precision(plugin: Precision) -> None:
-    """Refuse a Trainer's precision that an engine could not decode in.
-
-    Raises:
-        UsageError: it quantises weights, or computes in float8.
-    """
+    """Refuse a Trainer's precision that an engine could not decode in."""
     quantises = isinstance(plugin, BitsandbytesPrecision)
     if quantises or plugin.precision not in PASSES:
         name = type(plugin).__name__ if quantises else f"precision={plugin.precision}"

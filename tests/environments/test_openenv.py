@@ -160,6 +160,13 @@ def test_what_is_no_server_is_refused(url, monkeypatch):
         openenv(url)
 
 
+@pytest.mark.parametrize("end", ["", ":9", ":x", "?token=hunter22"])
+def test_no_secret_of_an_address_is_shown_where_no_server_answers(end):
+    with pytest.raises(UsageError, match="no OpenEnv server answers") as refused:
+        openenv(f"http://user:hunter22@127.0.0.1{end}")
+    assert "hunter22" not in str(refused.value)
+
+
 def test_an_action_with_a_union_is_refused():
     action = {"properties": {"move": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}}
     with pytest.raises(UsageError, match="the field `move` of the action is a union"):

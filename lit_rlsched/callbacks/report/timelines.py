@@ -120,15 +120,7 @@ def _timeline(
     last: Mapping[str, int],
     newest: bool,
 ) -> Json:
-    """Return the times in slots of a round.
-
-    Args:
-        part: Rows of `spans`.
-        number: Number of the round.
-        fates: Completions that a round has ended, with its number.
-        last: The last round in which each request decoded.
-        newest: Whether there is no later round.
-    """
+    """Return the times in slots of a round, from its spans; `last` is each request's last round."""
     spans = part.select(["request", "slot", "start", "end", "tokens"]).to_pylist()
     spans.sort(key=lambda span: (span["start"], span["slot"]))
     drew: Counter[str] = Counter()

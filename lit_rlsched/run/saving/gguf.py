@@ -92,11 +92,7 @@ def _read(path: Path) -> tuple[dict[str, Any], set[str], NDArray[Any] | None]:
 def _complete(
     model: Any, missing: Collection[str], keys: Mapping[str, Any], tensors: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return the weights; a bias that the file lacks is zero, and all else must be there.
-
-    Raises:
-        UsageError: names the tensors that the model does not get, or that the file lacks.
-    """
+    """Return the weights; a bias that the file lacks is zero, and all else must be there."""
     from transformers import modeling_gguf_pytorch_utils as reading
 
     kind = reading.TENSOR_PROCESSORS.get(keys["general.architecture"], reading.TensorProcessor)

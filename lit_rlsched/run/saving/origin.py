@@ -43,9 +43,6 @@ def check_same_origin(
 
     Returns:
         Whether the origin of the checkpoint is that of the run from now on.
-
-    Raises:
-        UsageError: one differs.
     """
     model, beta = settings["model"], settings["beta"]
     needed = {}
@@ -74,11 +71,7 @@ def check_same_origin(
 
 
 def check_base(saved: Mapping[str, Any], base: nn.Module, name: str) -> None:
-    """Refuse to add adapters to another base than the one they were trained on.
-
-    Raises:
-        UsageError: it is another one.
-    """
+    """Refuse to add adapters to another base than the one they were trained on."""
     ours = origin(base)
     if saved and saved["float16"] == ours["float16"] and saved["base"] != ours["base"]:
         raise UsageError(
