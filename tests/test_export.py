@@ -240,7 +240,7 @@ def test_refusals(tiny_model, saved, tmp_path, capsys):
         return refused(capsys, *(args or given))
 
     assert "`out`" in error("--ckpt_path", path)
-    assert "`dtype`: Expected" in error(*given, "--dtype=int8")
+    assert "`dtype=int8`: must be 'auto' or" in error(*given, "--dtype=int8")
     assert "`adapter=True`" in error(*given, "--adapter") and not out.exists()
     assert "lora_rank=0" in error(*given, "--adapter")
     assert "nowhere.ckpt` does not exist" in error("--ckpt_path=nowhere.ckpt", "--out", out)

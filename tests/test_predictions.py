@@ -128,10 +128,10 @@ def test_parquet_has_each_value_of_each_row(tmp_path: Path, rows: list[dict]) ->
 
 def test_rows_that_cannot_be_parquet_are_kept_as_json_lines(tmp_path: Path) -> None:
     rows = [{"completion": "a", "prompt": 1}, {"completion": "b", 1: 3, "1": 4}]
-    (tmp_path / "answers.parquet.tmp").mkdir()  # Parquet cannot be written there
-    with pytest.warns(UserWarning, match=r"They are in `.*answers\.jsonl`"):
+    (tmp_path / "answers.parquet.part").mkdir()  # Parquet cannot be written there
+    with pytest.warns(UserWarning, match=r"They are in `.*answers\.parquet\.jsonl`"):
         write(tmp_path / "answers.parquet", rows)
-    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+    lines = (tmp_path / "answers.parquet.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == rows[0] and len(lines) == 2
 
 

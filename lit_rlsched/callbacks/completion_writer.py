@@ -23,7 +23,7 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
     """Write the completions of `predict` to a file, one row each, as JSON lines or Parquet.
 
     On by default in the CLI. The file gets its name once it is complete; until then its rows are
-    JSON lines in a file whose name ends in `.jsonl.tmp`.
+    JSON lines in `NAME.tmp`.
 
     A Parquet file has a column for each that any row has. If its values have no common type (text
     and numbers, integers of more than 64 bits, texts beside chats, dicts with other keys), the
@@ -88,13 +88,13 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         path, unfinished = self.file(trainer), self._unfinished(trainer)
         if path.suffix == ".parquet":
             rows, self._rows = self._rows, []
-            part = path.with_name(f"{path.name}.tmp")
+            part = path.with_name(f"{path.name}.part")
             try:
                 _write_parquet(rows, part)
             except Exception as error:  # what was computed is not lost
                 with suppress(OSError):
                     part.unlink()
-                os.replace(unfinished, path := path.with_suffix(".jsonl"))
+                os.replace(unfinished, path := path.with_name(f"{path.name}.jsonl"))
                 why = f"{type(error).__name__}: {error}"
                 rank_zero_warn(
                     f"The rows cannot be written as Parquet. They are in `{path}`. ({why})"
@@ -105,7 +105,7 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         os.replace(unfinished, path)
 
     def _unfinished(self, trainer: Trainer) -> Path:
-        path = self.file(trainer).with_suffix(".jsonl")
+        path = self.file(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.with_name(f"{path.name}.tmp")
 

@@ -86,19 +86,25 @@ def make_trainer(folder: Path, *loggers):
     datamodule.run = TrainingRun.__new__(TrainingRun)
     datamodule.run.counters = {"num_completions": 24}
     datamodule.run.record, datamodule.run.clock = RunRecord(), Clock()
-    datamodule.run.session, datamodule.run.facts = None, RunFacts(None)
+    datamodule.run.session = None
     rewards = SimpleNamespace(
         names=["accuracy", "format"], weights=[1.0, 1.0], num_workers=1, has_async=False
     )
     datamodule.run.settings = SimpleNamespace(
         rewards=rewards,
         data={"train": "prompts.jsonl"},
-        engine=SimpleNamespace(engines=["engine"], decodes_by_itself=False),
+        engine=SimpleNamespace(
+            engines=["engine"],
+            name="engine",
+            **dict.fromkeys(["logprobs", "speculates", "keeps_cache", "decodes_by_itself"], False),
+        ),
         tokenizer=None,
+        tools=None,
         sampling=Sampling(LIMIT),
         **dict.fromkeys(SAME_ON_RESUME, 1),
         evaluation=SimpleNamespace(sampling=Sampling(LIMIT, temperature=0.7)),
     )
+    datamodule.run.facts = RunFacts(datamodule.run.settings)
     return SimpleNamespace(
         default_root_dir=str(folder),
         datamodule=datamodule,

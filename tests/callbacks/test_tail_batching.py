@@ -437,7 +437,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
 @pytest.mark.parametrize("name", ["prompt_ratio", "completion_ratio"])
 @pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25"])
 def test_a_ratio_that_cannot_work(name, value):
-    message = rf"`TailBatching\({name}={value!r}\)`: must be 1 \(no race\) or more, such as 1.25"
+    message = rf"`TailBatching\({name}={value!r}\)`: use 1 or more. 1 is no race, 1.25 a usual one"
     with pytest.raises(UsageError, match=message):
         TailBatching(**{name: value})
 
@@ -550,7 +550,7 @@ def test_a_prompt_is_replaced_by_one_of_its_domain(fit, sums):
     ("per_domain", "names", "why"),
     [
         ({"a": 0.5, "b": 0.25}, "ab", "must add up to 1, but add up to 0.75"),
-        ({"a": 1.5, "b": -0.5}, "ab", "each share must be above 0"),
+        ({"a": 1.5, "b": -0.5}, "ab", "per_domain=.*use more than 0"),
         ({"a": 0.5, "b": 0.5}, "abc", "has the domain 'c'.*gives no share"),
         ({"a": 0.9, "b": 0.1}, "ab", "leaves no prompt of 'b' in a round of 4"),
         ({"a": 0.5, "b": 0.5}, "aaaaaaaaaaaaaaaaaaaab", "prompts of 'b' at once.*has only 3"),

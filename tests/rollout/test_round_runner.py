@@ -34,7 +34,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     monkeypatch.setattr(round_runner, "settle", lambda *state: Harvest([], [], [], []))
     controller = SimpleNamespace(state=None, end_predictions=dict)
     session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
-    session.failures, session.scorer = Counter, Unscored()
+    session.failures, session.scorer, session.control_tokens = Counter, Unscored(), None
     session.timeline = Timeline()
     planner = SimpleNamespace(
         plan=lambda rule: [first], replacement=lambda group, groups, rule: second
