@@ -476,9 +476,9 @@ def _functions(parsed: Any) -> Iterator[Mapping[str, Any]]:
     """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
 
     Raises:
-        ValueError: one has no name.
+        ValueError: one has no name, or a list has no call.
     """
-    for call in [parsed] if isinstance(parsed, Mapping) else parsed:
+    for call in [parsed] if isinstance(parsed, Mapping) else [{}] if parsed == [] else parsed:
         if "function" in call:
             its = {"id": call["id"]} if "id" in call else {}
             yield from ({**its, **each} for each in _functions(call["function"]))
