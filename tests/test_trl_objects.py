@@ -213,6 +213,11 @@ def other_scale(model):
     return model
 
 
+def with_its_own(model):
+    model.add_adapter(lora())  # as `AutoModelForCausalLM` loads an adapter's folder
+    return model
+
+
 def peft_of(**settings):
     return lambda model: get_peft_model(model, lora(**settings))
 
@@ -228,6 +233,7 @@ REFUSED = {
     "quantised": (quantised, "quantised"),
     "no weights": (lambda model: model.to("meta"), "on the device `meta`"),
     "a module": (lambda model: torch.nn.Linear(2, 2), "it is a `Linear`: give a model of tran"),
+    "transformers' adapter": (with_its_own, "AutoPeftModelForCausalLM.*is_trainable=True"),
     "two adapters": (both, "2 active adapters.*Merge it"),
     "a merged adapter": (merged_in, "its adapter is merged"),
     "no adapter": (disabled, "is frozen"),

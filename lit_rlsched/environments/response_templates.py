@@ -197,8 +197,10 @@ def functions_in(parsed: Any) -> Iterator[Mapping[str, Any]]:
     """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
 
     Raises:
-        ValueError: one has no name.
+        ValueError: one has no name, or a list has no call.
     """
+    if parsed == []:
+        raise ValueError("a list without a call")
     for call in [parsed] if isinstance(parsed, Mapping) else parsed:
         if "function" in call:
             its = {"id": call["id"]} if "id" in call else {}

@@ -223,6 +223,11 @@ def test_a_call_between_tags_that_is_not_whole_is_text(text):
     assert found == [] and message["content"] == text
 
 
+def test_an_empty_list_of_calls_is_text():
+    message, found = read("a list", "<tool_call>[]</tool_call>")
+    assert found == [] and message["content"] == "<tool_call>[]</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [('"{\\"a\\": [1]}"', {"a": [1]}), ("[1]", [1]), ("3", 3), ('"x"', "x"), ("null", {})],

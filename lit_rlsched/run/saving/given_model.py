@@ -51,6 +51,12 @@ def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool)
     if not isinstance(base, PreTrainedModel):
         why = "give a model of transformers, peft's `PeftModel` of one, or a folder"
         raise _refused(f"it is a `{type(given).__name__}`: {why}")
+    if getattr(base, "_hf_peft_config_loaded", False):
+        raise _refused(
+            "its adapter is a part of the model, as `AutoModelForCausalLM` loads it: give the "
+            "adapter's folder, or what `peft.AutoPeftModelForCausalLM.from_pretrained(folder, "
+            "is_trainable=True)` returns"
+        )
     if getattr(base.config, "quantization_config", None) is not None:
         raise _refused("its weights are quantised, and these can be neither trained nor decoded")
     adapted = hasattr(given, "peft_config")
