@@ -126,6 +126,12 @@ def test_parquet_has_each_value_of_each_row(tmp_path: Path, rows: list[dict]) ->
                 assert read[name] == text
 
 
+def test_what_is_nested_too_deeply_for_parquet_is_text(tmp_path: Path) -> None:
+    deep = json.loads("[" * 60 + "]" * 60)
+    write(tmp_path / "answers.parquet", [{"completion": "a", "prompt": "b", "call": deep}])
+    assert json.loads(pq.read_table(tmp_path / "answers.parquet")["call"][0].as_py()) == deep
+
+
 def test_rows_that_cannot_be_parquet_are_kept_as_json_lines(tmp_path: Path) -> None:
     rows = [{"completion": "a", "prompt": 1}, {"completion": "b", 1: 3, "1": 4}]
     (tmp_path / "answers.parquet.part").mkdir()  # Parquet cannot be written there

@@ -149,8 +149,9 @@ def column(values: Sequence[Any]) -> "pa.Array":
             array = pa.array(values)
             if kinds <= {str, bool, int, float}:
                 return array
-            pq.write_table(pa.table({"": array}), pa.BufferOutputStream())
-            if array.to_pylist() == [*values]:
+            file = pa.BufferOutputStream()
+            pq.write_table(pa.table({"": array}), file)  # what is nested deeply is not read again
+            if pq.read_table(pa.BufferReader(file.getvalue()))[""].to_pylist() == [*values]:
                 return array
     texts = [v if v is None or isinstance(v, str) else _as_json(v) for v in values]
     return pa.array(printable(texts), pa.string())
