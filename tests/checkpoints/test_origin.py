@@ -10,7 +10,7 @@ from conftest import make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_policy import peft
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
@@ -24,9 +24,13 @@ SMALL = {"num_generations": 2, "prompts_per_round": 1, "max_completion_length": 
 
 @pytest.fixture(scope="module")
 def models(tiny_model, tmp_path_factory):
-    """The model, the same in another folder, one with a changed weight, and adapters on each."""
+    """The model, the same in another folder, two changed ones, and adapters."""
     folder = tmp_path_factory.mktemp("models")
     shutil.copytree(tiny_model, folder / "moved")
+    shutil.copytree(tiny_model, folder / "turned")
+    config = AutoConfig.from_pretrained(tiny_model)
+    config.rope_parameters["rope_theta"] *= 2
+    config.save_pretrained(folder / "turned")
     make_model(folder / "other", tied=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "other", dtype=torch.float32)
     with torch.no_grad():
@@ -40,7 +44,7 @@ def models(tiny_model, tmp_path_factory):
             policy.save_pretrained(folder / f"adapter {seed} on {base == tiny_model}")
     return {
         "model": tiny_model,
-        **{name: str(folder / name) for name in ("moved", "other")},
+        **{name: str(folder / name) for name in ("moved", "other", "turned")},
         "adapter": str(folder / "adapter 0 on True"),
         "other adapter": str(folder / "adapter 1 on True"),
         "adapter on other": str(folder / "adapter 0 on False"),
@@ -56,10 +60,12 @@ BASE = {**KL, "reference_model": "base"}
     [
         (("model", LORA), ("moved", LORA), None),
         (("model", LORA), ("other", LORA), "the model under its adapters"),
+        (("model", LORA), ("turned", LORA), "the model under its adapters"),
         (("model", LORA), ("model", {**LORA, "lora_alpha": 8}), "`lora_alpha=32`, those of"),
         (("model", {}), ("other", {}), None),  # the weights of the checkpoint replace it
         (("model", KL), ("moved", KL), None),
         (("model", KL), ("other", KL), r"reference model of its KL \(`beta=0\.1`\)"),
+        (("model", KL), ("turned", KL), "reference model of its KL"),
         (("model", KL), ("other", {}), None),
         (("model", {**LORA, **KL}), ("other", {**LORA, **KL}), "the model under its adapters"),
         (("adapter", KL), ("adapter", KL), None),

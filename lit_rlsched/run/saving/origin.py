@@ -1,5 +1,6 @@
 """What a policy was made from: the base of its adapters, and the reference model of its KL."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
+from lit_rlsched.types import stable_hash
 
 
 def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
@@ -24,6 +26,9 @@ def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
     adapters = {name: tensor for name, tensor in named if "lora_" in name}
     weights = {n.replace(".base_layer.", "."): t for n, t in named if n not in adapters}
     base = start = fingerprint(weights, torch.bfloat16)
+    # two models may differ in this alone, and no weight has it
+    if (rope := getattr(base_model(model).config, "rope_parameters", None)) is not None:
+        base = start = f"{base}-{stable_hash(json.dumps(rope, sort_keys=True)) % 16**4:04x}"
     if adapters and reference == "initial":
         start = f"{base}-{fingerprint(adapters, torch.bfloat16)}"
     float16 = main_dtype(weights.values()) == torch.float16
@@ -75,7 +80,7 @@ def check_base(saved: Mapping[str, Any], base: nn.Module, name: str) -> None:
     ours = origin(base)
     if saved and saved["float16"] == ours["float16"] and saved["base"] != ours["base"]:
         raise UsageError(
-            f"The adapters were trained on another model than `{name}`: its weights have the "
-            f"fingerprint {ours['base']}, those of the run's base had {saved['base']}. Name the "
-            "base model of the run with `model`."
+            f"The adapters were trained on another model than `{name}`: it has the fingerprint "
+            f"{ours['base']}, and the run's base had {saved['base']}. Name the base model of the "
+            "run with `model`."
         )
