@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_policy import peft
@@ -31,7 +30,7 @@ def models(tiny_model, tmp_path_factory):
     config = AutoConfig.from_pretrained(tiny_model)
     config.rope_parameters["rope_theta"] *= 2
     config.save_pretrained(folder / "turned")
-    make_model(folder / "other", tied=True)
+    shutil.copytree(tiny_model, folder / "other")
     model = AutoModelForCausalLM.from_pretrained(folder / "other", dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3] *= 1.02
