@@ -305,11 +305,7 @@ class Recent(Tables):
 
 
 def decisions_of(folder: str, required: bool) -> dict[int, int]:
-    """Read the number of the rule that a run chose after each round.
-
-    Raises:
-        UsageError: decisions are `required`, and there are none.
-    """
+    """Read the number of the rule that a run chose after each round."""
     found: dict[int, int] = {}
     try:
         for row in Traces(folder).rows("rounds"):

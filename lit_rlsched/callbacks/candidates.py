@@ -51,13 +51,7 @@ class Candidate:
         return [make(**arguments) for make, arguments in self.options]
 
     def overlay(self, engine: str | None = None, slots: int | None = None) -> str:
-        """Return a configuration that adds it to a run.
-
-        Args:
-            engine: Class of the run's engine, which goes into a process of its own if it must.
-                `None`: it has one.
-            slots: Slots that it was simulated with. `None`: the run sets them.
-        """
+        """Return a configuration that adds it to a run."""
         if not self.options:
             return "# no callback is needed\n"
         options = self.options
@@ -86,13 +80,7 @@ def written(option: Option) -> str:
 def options(
     num_generations: int, slots: int | None = None, turns: int | None = None
 ) -> list[Option]:
-    """Return the callbacks that schedules are made of, at settings that have paid somewhere.
-
-    Args:
-        num_generations: Completions of a prompt.
-        slots: Slots in which completions take turns; `None`: they do not.
-        turns: Those of `InFlightUpdates`, if not its default.
-    """
+    """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
     found: list[Option] = [
         (LengthPrediction, {}),
         (SortedBatching, {"mode": "partial"}),
@@ -151,11 +139,7 @@ CONSTRAINTS = ("on_policy", "unbiased")
 
 
 def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
-    """Return constraints as `breaks` takes them.
-
-    Raises:
-        UsageError: one of them is unknown.
-    """
+    """Return constraints as `breaks` takes them."""
     for name in constraints:
         if name not in CONSTRAINTS:
             raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
@@ -163,14 +147,7 @@ def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
 
 
 def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) -> bool:
-    """Whether a simulated schedule breaks one of the constraints.
-
-    Args:
-        schedule: The schedule.
-        outcome: Its simulation.
-        wanted: Names of constraints; `memory` is the number of tokens that an engine's key-value
-            cache may hold.
-    """
+    """Whether a simulated schedule breaks one of the constraints."""
     biased = schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
     return (
         ("on_policy" in wanted and outcome.stale_share > 0)
@@ -182,14 +159,7 @@ def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) ->
 def candidates(
     facts: RunFacts, most: int = 2, slots: int | None = None, turns: int | None = None
 ) -> Iterator[Candidate]:
-    """Yield all combinations of at most `most` callbacks that the run allows, the plain one first.
-
-    Args:
-        facts: Facts about the run.
-        most: Number of callbacks.
-        slots: See `options`.
-        turns: See `options`.
-    """
+    """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
     every = options(facts.settings.num_generations, slots, turns)
     for number in range(most + 1):
         for chosen in combinations(every, number):

@@ -195,18 +195,7 @@ def what_if(
     rounds: int = ROUNDS,
     slowdown: float | None = None,
 ) -> list[Simulated]:
-    """Simulate our callbacks, alone and combined, on the lengths and costs of a run.
-
-    Args:
-        traces: Its traces.
-        facts: Facts about it.
-        most: Callbacks of a combination.
-        rounds: Rounds that count.
-        slowdown: See `Machine`.
-
-    Returns:
-        The simulations; none if the run has too little to learn costs from.
-    """
+    """Simulate our callbacks, alone and combined, on the lengths and costs of a run."""
     setting = setting_of(traces, rounds, slowdown)
     return [] if setting is None else setting.ours(facts, most)
 

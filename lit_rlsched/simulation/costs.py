@@ -94,13 +94,6 @@ def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, 
 
     Of all sets of columns that give such coefficients, the smallest is taken whose error is about
     the least: a column that says the same as others gets 0.
-
-    Args:
-        columns: `[N]` each.
-        seconds: `[N]`.
-
-    Returns:
-        A coefficient for each column.
     """
     names = [name for name, column in columns.items() if np.any(column)]
     scales = {name: float(np.abs(columns[name]).max()) for name in names}
@@ -130,14 +123,6 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
 
     If some steps were made while the trainer computed and some were not, the costs are those of a
     step alone, and the third result says how much longer the others take.
-
-    Args:
-        traces: Tables of a run.
-        lanes: When its trainer and its engines computed.
-        warm_up: Number of a round that is left out, if there are others.
-
-    Raises:
-        UsageError: no round has steps.
     """
     columns = {name: np.array(of) for name, of in traces.table("steps").to_pydict().items()}
     if not columns or not len(columns["steps"]):
@@ -196,12 +181,6 @@ def _alone_and_beside(
     """Fit windows of steps; return the costs of a step alone, and the slowdown of the others.
 
     Of all slowdowns the one is taken whose fit has the least error.
-
-    Args:
-        model: What a window's seconds are proportional to, `[N]` each.
-        seconds: `[N]`.
-        share: `[N]`, of a window in which the trainer computes.
-        used: `[N]`, which windows are fitted.
     """
     columns = {name: column[used].astype(float) for name, column in model.items()}
     seconds, share = seconds[used], share[used]
@@ -235,13 +214,7 @@ class _Rounds:
 
     @classmethod
     def of(cls, rows: Rows, decoding: Sequence[Span], slowdown: float) -> "_Rounds":
-        """Count the seconds; those beside decode steps are divided by the slowdown.
-
-        Args:
-            rows: Of the table of intervals.
-            decoding: When engines decoded, in order.
-            slowdown: How much longer the trainer takes then.
-        """
+        """Count the seconds; those beside decode steps are divided by the slowdown."""
         self = cls()
         own = [row for row in rows if row["lane"] == TRAINER and not row["waits_for"]]
         starts, ends = (np.array([row[edge] for row in own], float) for edge in ("start", "end"))
@@ -262,12 +235,7 @@ class _Rounds:
 
 
 def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
-    """Fit the seconds of updates to the positions that were trained on.
-
-    Returns:
-        Seconds of each optimizer step, seconds of each position, the fit, and the share of the
-        completions that have an advantage other than 0.
-    """
+    """Fit the seconds of updates to the positions that were trained on."""
     table = traces.table("completions")
     of = {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
     kept = np.isin(of["fate"], ("stop", "length"))
@@ -317,12 +285,6 @@ def verify_cost(
 
     A pass of its own verifies the drafts that the update does not, and another one reads those that
     are cut. Where gradients are streamed, those of drafts with an advantage are cut by two passes.
-
-    Args:
-        rounds: Rows of a run's rounds.
-        completions: Rows of its completions.
-        seconds: Of the verification in each round.
-        streams: Whether the update's pass verifies what it trains on.
     """
     metrics = {row["round"]: dict(row.get("metrics") or ()) for row in rounds}
     groups: dict[int, list[Mapping[str, Any]]] = {}
@@ -357,9 +319,6 @@ def calibrated(traces: Tables) -> Costs:
     """Return the costs of a run.
 
     The first round is left out where there are others: it warms up.
-
-    Raises:
-        UsageError: the traces have no decode steps.
     """
     intervals, completions = traces.rows("intervals"), traces.rows("completions")
     of_rounds = traces.rows("rounds")

@@ -94,16 +94,7 @@ class _Engine:
 
 
 class Engines:
-    """Decodes items with several engines that take turns: a turn is one step of each busy engine.
-
-    Args:
-        engines: Number of engines.
-        slots: Slots of each engine.
-        costs: Seconds of a step.
-        order: Order of waiting items: `least_attained` sorts and pauses them itself, the others go
-            by `Item.key`.
-        refill: See `Admission`.
-    """
+    """Decodes items with several engines in turns: a turn is one step of each busy engine."""
 
     def __init__(
         self,

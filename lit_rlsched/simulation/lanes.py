@@ -15,13 +15,7 @@ TRAINS = ("update", "gradients", "verify")
 
 
 def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span]) -> np.ndarray:
-    """Return the seconds `[N]` of each interval that lie in one of the others.
-
-    Args:
-        starts: `[N]`.
-        ends: `[N]`.
-        others: Intervals in order that do not overlap.
-    """
+    """Return the seconds `[N]` of each interval that lie in one of the others."""
     if not others:
         return np.zeros(len(starts))
     edges = np.array(others)
@@ -48,12 +42,7 @@ class Lanes:
 
     @classmethod
     def of(cls, traces: Tables, intervals: Sequence[Mapping[str, Any]]) -> "Lanes":
-        """Read the lanes.
-
-        Args:
-            traces: Tables of a run.
-            intervals: Rows of its table of intervals.
-        """
+        """Read the lanes."""
         trainer, decoding = list[Span](), list[Span]()
         idle: dict[int, list[Span]] = {}
         for row in intervals:

@@ -26,11 +26,7 @@ class Visit(NamedTuple):
 
 
 class PromptList:
-    """A source that yields each prompt once.
-
-    Args:
-        visits: Prompts in order; perhaps infinitely many.
-    """
+    """A source that yields each prompt once."""
 
     domains = (None,)
 
@@ -59,17 +55,7 @@ def simulated_session(
     probe_tokens: int = 0,
     drafting: Drafting | None = None,
 ) -> RolloutSession:
-    """Make a session without weights and rewards.
-
-    Args:
-        engine: An engine that has not started yet.
-        slots: Maximum number of completions that decode at once.
-        longest: Maximum number of tokens of a prompt plus its completion.
-        admission: Makes the admission.
-        lengths: See `RolloutController`.
-        probe_tokens: See `RolloutController`.
-        drafting: How draft tokens are chosen, for completions whose tokens are known.
-    """
+    """Make a session without weights and rewards."""
     nothing: Any = None  # neither a dtype nor a device is needed
     spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing, drafting=drafting)
     scorer: Any = Unscored()
@@ -92,16 +78,7 @@ def simulated_rounds(
     rules: Callable[[int], RoundRule],
     hooks: RoundHooks | None = None,
 ) -> Iterator[DrawnRound]:
-    """Yield rounds until no prompt is left. Each round has its own policy version.
-
-    Args:
-        session: The result of `simulated_session`.
-        visits: Prompts in the order in which they are drawn.
-        sampling: Sampling settings of all prompts.
-        num_generations: Completions per prompt that are trained on.
-        rules: Returns the rule of a round, given its number.
-        hooks: The trainer's part in each round.
-    """
+    """Yield rounds until no prompt is left. Each round has its own policy version."""
     planner = RoundPlanner(RolloutBuffer(), sampling, num_generations)
     source: Any = PromptList(visits)
     planner.source = source

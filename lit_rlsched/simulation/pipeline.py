@@ -136,21 +136,7 @@ def unsupported(schedule: Schedule) -> str | None:
 
 @dataclass
 class Pipeline:
-    """Simulates a schedule.
-
-    Args:
-        schedule: Result of `make_schedule`, or one of the peers'.
-        work: Lengths.
-        costs: Seconds of steps, updates and syncs.
-        machine: Slots and engines.
-        num_generations: Completions of a prompt.
-        steps_per_round: Optimizer steps of a round.
-        num_iterations: Times that a round is trained on.
-        source: Gives the prompts, whose uids are their places in `work`; by default in that order.
-
-    Raises:
-        UsageError: the schedule depends on more than lengths, or slots cannot be divided.
-    """
+    """Simulates a schedule."""
 
     schedule: Schedule
     work: Workload

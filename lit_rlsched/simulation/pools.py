@@ -33,19 +33,6 @@ def recommend_slots(
     it tries simulates the whole pool, which takes 0.2 seconds for 4,000 completions. At most as
     many slots as completions are considered. See `docs/explanation/sorted_rl.md` for a number that
     is safe for any pool.
-
-    Args:
-        lengths: Tokens of each completion in the order of the pool, from a schedule that trains on
-            all that it draws. Flat if single completions are trained on, `[P, G]` if groups are.
-        update: Number of completions (if `lengths` is flat) or groups that end a round.
-        bubble_ratio: Maximum share of idle slot-time.
-        mode: See `SortedRound`.
-        order: See `Admission`.
-        max_completion_length: Maximum number of tokens per completion, of which `least_attained`
-            gives a share per turn; by default the longest of `lengths`.
-
-    Raises:
-        UsageError: `bubble_ratio` is not in [0, 1), or see `pool_bubble_ratio`.
     """
     if not 0 <= bubble_ratio < 1:
         raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
@@ -76,18 +63,6 @@ def pool_bubble_ratio(
     Equation 4 of SortedRL (arXiv 2603.23414) with `slots` as Q and a decode step as the unit of
     time. A completion has the same length each time it is drawn. Slot-steps whose tokens are thrown
     away later do not count as idle.
-
-    Args:
-        lengths: See `recommend_slots`.
-        update: See `recommend_slots`.
-        slots: Maximum number of completions that decode at once.
-        mode: See `SortedRound`.
-        order: See `Admission`.
-        max_completion_length: See `recommend_slots`.
-
-    Raises:
-        UsageError: `update` or `slots` is less than 1; `lengths` is empty, has more than two
-            dimensions, or a length is less than 1 or more than `max_completion_length`.
     """
     for name, value in (("update", update), ("slots", slots)):
         if value < 1:

@@ -78,20 +78,7 @@ class Drafts:
 
 @dataclass
 class SimulatedRounds:
-    """Draws one round after the other.
-
-    Args:
-        source: Gives the prompts, as `DomainSource` does; or these in their order.
-        length: Length of each completion.
-        engines: Decodes.
-        sampling: Its limit cuts the lengths.
-        num_generations: Completions per prompt that are trained on.
-        expected: Predicted tokens to come of a completion; `None`: no predictions.
-        longest_first: Whether those with the longest predictions start first, or the shortest.
-        accepted: Share of the drafts that the next policy accepts whole. The others are cut where
-            chance, which follows from the completion, decides.
-        keeps_cache: Whether a completion that goes on in the next round keeps its cache.
-    """
+    """Draws one round after the other."""
 
     source: Any
     length: Length
@@ -110,13 +97,7 @@ class SimulatedRounds:
         self.planner.source = source
 
     def draw(self, rule: RoundRule, version: int, drafts: AfterRound | None = None) -> Drawn | None:
-        """Draw a round and take it out of the pool; `None` if no prompt is left.
-
-        Args:
-            rule: Rule of the round.
-            version: Policy version; each round has its own.
-            drafts: What becomes of drafts that free slots begin; `None`: they begin none.
-        """
+        """Draw a round and take it out of the pool; `None` if no prompt is left."""
         planner = self.planner
         groups = planner.plan(rule)
         if not groups:
@@ -182,11 +163,7 @@ class SimulatedRounds:
         self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
 
     def _verify(self, group: Group, version: int) -> tuple[int, int]:
-        """Turn the group's drafts into completions.
-
-        Returns:
-            Positions of all drafts, and of those that are not accepted whole.
-        """
+        """Turn the group's drafts into completions."""
         positions = cut = 0
         for completion in group.completions:
             if (draft := completion.draft) is None:

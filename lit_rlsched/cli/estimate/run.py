@@ -207,16 +207,7 @@ def _check_tokenizer(name: str) -> None:
 def fake_batch(
     rows: int, prompt: int, completion: int, sampling: Sampling, *, old: bool, reference: bool
 ) -> MicroBatch:
-    """Return a micro-batch of `[rows, prompt + completion]` tokens, each row with its own prompt.
-
-    Args:
-        rows: Number of completions.
-        prompt: Tokens per prompt.
-        completion: Tokens per completion.
-        sampling: Sampling settings of the completions.
-        old: Whether completions have log-probs from before the update.
-        reference: Whether completions have log-probs of the reference model.
-    """
+    """Return a micro-batch of `[rows, prompt + completion]` tokens; each row has its own prompt."""
     samples = []
     for i in range(rows):
         logprobs = array("d", [-1.0]) * completion
