@@ -165,31 +165,6 @@ class PipeLink:
         return how_it_ended(self._process.returncode)
 
 
-class HasChild(Protocol):
-    """The members of an engine with a process of its own; see `ProcessEngine`."""
-
-    restarts: int
-    gpus_advice: str
-
-    @property
-    def child(self) -> "Child": ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def numbered_name(self) -> str: ...
-
-    @property
-    def trainer_address(self) -> str: ...
-
-    def revive(self) -> None: ...
-
-    def stepped(self) -> None: ...
-
-    def forget_weights(self) -> None: ...
-
-
 class Child:
     """An engine's process, which answers messages."""
 

@@ -14,12 +14,7 @@ from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
 from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
-from lit_rlsched.engines.weight_transfer import (
-    TRANSFERS,
-    SentWeights,
-    WeightTransfer,
-    check_transfer,
-)
+from lit_rlsched.engines.weight_transfer import SentWeights, WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
@@ -165,7 +160,7 @@ class ProcessEngine(RolloutEngine):
         if self.weight_transfer is None:
             return
         ours = [engine for engine in engines if isinstance(engine, ProcessEngine)]
-        transfer = TRANSFERS[self.weight_transfer](spec, ours)
+        transfer = WeightTransfer(self.weight_transfer, spec, ours)
         for engine in ours:
             engine._transfer = transfer
 

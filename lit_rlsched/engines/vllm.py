@@ -10,7 +10,6 @@ import torch
 
 from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
@@ -274,17 +273,17 @@ class VLLMEngine(SlotEngine):
 
     def gpus(self) -> list[str]:
         """UUIDs of the GPUs that hold the model."""
-        return self._live.collective_rpc(receiver.gpu)
+        return self._live.collective_rpc(beside_model.gpu)
 
     def join_transfer(self, init: Mapping[str, Any]) -> None:
-        """Connect with a `WeightTransfer`; see `_vllm_receiver.join`."""
-        self._live.collective_rpc(receiver.join, args=(init,))
+        """Connect with a `WeightTransfer`; see `_vllm_worker.join`."""
+        self._live.collective_rpc(beside_model.join, args=(init,))
 
     def receive_weights(self, update: Mapping[str, Any], first: bool, last: bool) -> None:
-        """Load a bucket of a `WeightTransfer`; see `_vllm_receiver.receive`."""
+        """Load a bucket of a `WeightTransfer`; see `_vllm_worker.receive`."""
         self._refuse_when_running("load weights")
         with naming_dead_workers(self._live, self.tensor_parallel_size):
-            self._live.collective_rpc(receiver.receive, args=(update, first, last))
+            self._live.collective_rpc(beside_model.receive, args=(update, first, last))
         if last:
             self._forget_old_weights()
 

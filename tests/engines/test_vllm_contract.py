@@ -35,7 +35,6 @@ PACKAGE = Path(lit_rlsched.__file__).parent
 CODE = (
     "vllm",
     "_vllm_guest",
-    "_vllm_receiver",
     "_vllm_second_runner",
     "_vllm_verifying",
     "_vllm_worker",

@@ -19,15 +19,6 @@ def pools(draw):
     return lengths, draw(st.integers(1, len(lengths))), draw(st.sampled_from([12, 17, 25, 40]))
 
 
-@given(pools(), modes, orders, st.integers(1, 14))
-@example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", 2)  # a tie
-def test_single_completions_are_groups_of_one(pool, mode, order, slots):
-    lengths, update, limit = pool
-    width, flat = len(lengths[0]), [length for group in lengths for length in group]
-    ratio = pool_bubble_ratio(lengths, update, slots, mode, order, limit)
-    assert ratio == pool_bubble_ratio(flat, update * width, slots, mode, order, limit)
-
-
 @given(pools(), modes, orders, targets)
 def test_recommended_slots_idle_no_more_than_that(pool, mode, order, target):
     lengths, update, limit = pool
