@@ -1,12 +1,11 @@
 """The trainer's side of a worker that runs in the engine's process."""
 
-import heapq
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lit_rlsched.engines.child import Child
 from lit_rlsched.engines.rollout_worker import EngineWorker
@@ -49,16 +48,12 @@ class RemoteWorker(EngineWorker):
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
         self._take_turns = self._ahead = False
-        self._going = False
-        """Whether the worker was told to run ahead."""
-        self._halting = False
-        """Whether it was told to stop, and has not answered yet."""
-        self._pending = False
-        """Whether it was asked for a step that was not taken yet."""
-        self._taken = self._granted = 0
-        """Steps taken since it runs ahead, and steps that it may make."""
-        self._limit: int | None = None
-        """Number of steps beyond which none may be granted."""
+        self._state: Literal["idle", "one step", "ahead", "halting"] = "idle"
+        """What the worker was told last: to make a step, to run ahead, or to stop that."""
+        self._granted = 0
+        """Steps that it may make, or has made, ahead of those taken."""
+        self._left: int | None = None
+        """Number of steps that may be taken before the next `allow`."""
         self._late: deque[Step] = deque()
         """Steps that were made before `suspend` and not taken."""
         self._version = 0
@@ -90,7 +85,7 @@ class RemoteWorker(EngineWorker):
         return trace
 
     def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self._take_turns, self._ahead, self._limit = take_turns, ahead, None
+        self._take_turns, self._ahead, self._left = take_turns, ahead, None
         self._version = version
         self._tell("start_round", take_turns, ahead, version)
 
@@ -113,9 +108,7 @@ class RemoteWorker(EngineWorker):
         except EngineDied:
             self._revive()
             return
-        if self._going and self._limit is not None:
-            self._limit -= self._taken
-        self._going = self._pending = False
+        self._state = "idle"
 
     def _keep_late(self, answer: object) -> None:
         if isinstance(answer, Step):
@@ -138,11 +131,9 @@ class RemoteWorker(EngineWorker):
     def advance(self, most: int | None = None) -> Step:
         if self._late and self._ahead:
             self.begin()  # the process goes on meanwhile
-        if self._late:
-            step = self._late.popleft()
-            self._limit = None if self._limit is None else self._limit - 1
-        else:
-            step = self._answer()
+        step = self._late.popleft() if self._late else self._answer()
+        if self._left is not None:
+            self._left -= 1
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(
@@ -169,8 +160,9 @@ class RemoteWorker(EngineWorker):
                 break
             except EngineDied:
                 self._revive()
-        self._pending = False
-        self._taken += 1
+        if self._state == "one step":
+            self._state = "idle"
+        self._granted -= 1
         self.engine.stepped()
         return step
 
@@ -178,32 +170,26 @@ class RemoteWorker(EngineWorker):
         """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
         if not self._ahead:
-            if not self._pending:
+            if self._state == "idle":
                 child.ask("advance")
-                self._pending = True
+                self._state = "one step"
             return
-        if not self._going:
-            self._taken = self._granted = 0
-        most = self._taken + LEAD
-        if self._limit is not None:
-            most = min(most, self._limit - len(self._late))
-        more = most - self._granted
-        if not self._going:
-            child.ask("ahead", more)
-            self._going = True
-        elif more >= LEAD // 2 or self._granted == self._taken:
-            child.tell("allow", more)
+        most = LEAD if self._left is None else min(LEAD, self._left - len(self._late))
+        if self._state == "idle":
+            child.ask("ahead", most)
+            self._state = "ahead"
+        elif most - self._granted >= LEAD // 2 or self._granted == 0:
+            child.tell("allow", most - self._granted)
         else:
             return
         self._granted = most
 
     def allow(self, steps: int | None) -> None:
-        taken = self._taken if self._going else 0
-        self._limit = None if steps is None else taken + steps
-        if self._going and self._limit is not None and self._granted > self._limit:
+        self._left = steps
+        if self._state == "ahead" and steps is not None and self._granted > steps:
             try:  # it had no requests for the steps that were allowed before
-                self.engine.child.tell("allow", self._limit - self._granted)
-                self._granted = self._limit
+                self.engine.child.tell("allow", steps - self._granted)
+                self._granted = steps
             except EngineDied:
                 self._revive()
 
@@ -219,8 +205,10 @@ class RemoteWorker(EngineWorker):
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
-        died = self._pending = False
-        if ids and not self._going and self.engine.alive:
+        died, ahead = False, self._state in ("ahead", "halting")
+        if not ahead:
+            self._state = "idle"
+        if ids and not ahead and self.engine.alive:
             try:
                 unreported = self.engine.child.call("worker", "abort", None if every else ids)
             except EngineDied:
@@ -232,7 +220,7 @@ class RemoteWorker(EngineWorker):
             self._forget(name)
         if died:
             self._revive()
-        elif self._going and self.engine.alive:
+        elif ahead and self.engine.alive:
             if every:
                 self._halt()
             else:
@@ -244,16 +232,16 @@ class RemoteWorker(EngineWorker):
         self._running.discard(request_id)
 
     def stop(self) -> None:
-        if self._going and not self._halting and self.engine.alive:
+        if self._state == "ahead" and self.engine.alive:
             with suppress(EngineDied):  # `abort` finds out too
                 self.engine.child.ask("halt")
-                self._halting = True
+                self._state = "halting"
 
     def _halt(self) -> None:
         """Stop a worker that runs ahead, and drop what it has drawn."""
         try:
             self.stop()
-            self._going = self._halting = False
+            self._state = "idle"
             self.engine.child.answer(self._count_ahead)
         except EngineDied:
             self._revive()
@@ -277,9 +265,7 @@ class RemoteWorker(EngineWorker):
     def _forget_process(self) -> None:
         """Prepare all requests to go on in another process."""
         self._late.clear()
-        if self._going and self._limit is not None:
-            self._limit -= self._taken  # of those that the new process makes
-        self._going = self._halting = self._pending = False
+        self._state = "idle"
         for name in self._running:
             self.trace.left(name, self._now, len(self._reported[name]))
         self._running.clear()
@@ -299,7 +285,6 @@ class RemoteWorker(EngineWorker):
         while True:
             child = self.engine.child
             try:
-                child.prefill = self._most_prefill
                 child.call("admission", self.admission)
                 child.tell("worker", "start_round", self._take_turns, self._ahead, self._version)
                 child.tell("worker", "submit", list(self._requests.values()))
@@ -307,9 +292,3 @@ class RemoteWorker(EngineWorker):
                 return
             except EngineDied:
                 self.engine.revive()
-
-    def _most_prefill(self) -> int:
-        """Maximum number of tokens to prefill in a step: the longest waiting, one per slot."""
-        waiting = (r for name, r in self._requests.items() if name not in self._running)
-        tokens = (len(request.prompt_ids) + len(request.prefix_ids) for request in waiting)
-        return sum(heapq.nlargest(self.admission.slots, tokens))

@@ -79,7 +79,7 @@ def test_an_engine_that_hangs(start, tiny_policy, deadly):
     engine, sync = start("nccl", 2)
     assert synced(sync, tiny_policy, 1)
     for each in engine.engines:
-        each._timeouts.floor = 4.0
+        each.limit = lambda starts: 4.0
     deadly.write_text("0 SIGSTOP")
     said = "engine 0 of 2 did not answer for .* s and was killed"
     with pytest.warns(UserWarning, match=said):

@@ -54,15 +54,15 @@ class PlayedServer(Server):
         self.answers = []
 
     def _send(self, value, raised=False):
-        self.answers.append((self._asked, raised, value, 0.0))
+        self.answers.append((self._asked, raised, value))
 
 
 class PlayedChild(Child):
     """An engine's process, played in this one."""
 
-    def __init__(self, timeouts, chance, mortal):
-        self._timeouts, self._chance, self._mortal = timeouts, chance, mortal
-        self._asked, self._kind, self._name = 0, "", "the engine"
+    def __init__(self, chance, mortal):
+        self._chance, self._mortal = chance, mortal
+        self._asked, self._name = 0, "the engine"
         self.server, self.messages, self.dead = PlayedServer(), [], False
 
     def _send(self, *message):
@@ -114,7 +114,7 @@ class Played(ProcessEngine):
         self.chance, self.deaths = random.Random(seed), deaths
 
     def _launch(self):
-        self._child = PlayedChild(self._timeouts, self.chance, self.deaths)
+        self._child = PlayedChild(self.chance, self.deaths)
         self.kv_block, self.kv_capacity = self._child.call(
             "start", pickled_engine(self.engine), self._spec
         )

@@ -195,8 +195,7 @@ def test_more_groups_while_the_round_decodes(here, there):
 @pytest.fixture
 def impatient(there, monkeypatch):
     """What hangs is killed after seconds."""
-    for name in ("floor", "first"):
-        monkeypatch.setattr(there.engine._timeouts, name, 5.0)
+    monkeypatch.setattr(there.engine, "limit", lambda starts: 1800.0 if starts else 5.0)
 
 
 @pytest.mark.slow
@@ -291,11 +290,11 @@ def test_one_that_hangs_or_dies_while_it_starts_is_replaced(placement, tmp_path)
                     os.kill(os.getpid(), how)
             super().start(spec)
 
-    def limit(*kinds, size=0):  # once it is stopped: until then it may take its time
+    def limit(starts):  # once it is stopped: until then it may take its time
         return 1.0 if (tmp_path / "stopped").exists() and engine.restarts == 1 else 1e9
 
     engine = placement(Hanging())
-    engine._timeouts.limit = limit
+    engine.limit = limit
     with pytest.warns(UserWarning, match=r"did not answer for .*restart 2"):
         engine.start(SPEC)
     assert engine.restarts == 2 and engine.stats().running == 0
