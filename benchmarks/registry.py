@@ -91,9 +91,6 @@ BENCHMARKS = {
     "speed": Benchmark(
         "seconds of the schedules with vLLM, and the cost of scheduling and planning itself", 12
     ),
-    "speculation": Benchmark(
-        "seconds with draft tokens by slots and settings, steps saved on recordings, step times", 15
-    ),
     "host": Benchmark(
         "cost of a decode step without the model, by part: instructions and CPU seconds",
         5,

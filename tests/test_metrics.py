@@ -24,7 +24,6 @@ from lit_rlsched.callbacks import (
     ParallelismPlanner,
     RolloutCallback,
     SortedBatching,
-    Speculation,
     StreamedTraining,
     TailBatching,
     Timeline,
@@ -174,11 +173,6 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         ),
         fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
         fit(callbacks=[DrainFilling(), Timeline()], **short),
-        fit(  # with ten draft steps and more
-            callbacks=[Speculation(while_running=16)],
-            temperature=0.3,
-            **{**short, "max_completion_length": 48},
-        ),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {

@@ -20,7 +20,6 @@ from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
 from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
 from lit_rlsched.callbacks.timeline import Timeline
@@ -46,7 +45,6 @@ __all__ = [
     "RolloutProgressBar",
     "RoundCheckpoint",
     "SortedBatching",
-    "Speculation",
     "StreamedTraining",
     "TailBatching",
     "Timeline",

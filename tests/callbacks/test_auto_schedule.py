@@ -12,7 +12,6 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     RolloutLogger,
     SortedBatching,
-    Speculation,
 )
 from lit_rlsched.callbacks.auto_schedule import NEXT
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
@@ -153,7 +152,6 @@ def test_a_checkpoint_of_other_candidates_is_refused(fit, tmp_path):
         (SortedBatching, "callbacks that decide when a round ends"),
         (InFlightUpdates, "nothing to choose from"),
         (AheadRollout, "nothing to choose from"),
-        (Speculation, "cannot simulate this run: draft tokens"),
         (LengthPrediction, "order='longest_first'"),
     ],
 )
