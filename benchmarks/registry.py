@@ -67,11 +67,6 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.matrix.main",
     ),
-    "auto_schedule": Benchmark(
-        "`AutoSchedule` against each of its candidates, on lengths that change",
-        10,
-        "everything",
-    ),
     "fidelity": Benchmark(
         "simulated steps and seconds of schedules against those of real runs of the chat model",
         160,
