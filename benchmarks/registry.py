@@ -67,11 +67,6 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.matrix.main",
     ),
-    "auto_schedule": Benchmark(
-        "`AutoSchedule` against each of its candidates, on lengths that change",
-        10,
-        "everything",
-    ),
     "fidelity": Benchmark(
         "simulated steps and seconds of schedules against those of real runs of the chat model",
         160,
@@ -90,9 +85,6 @@ BENCHMARKS = {
     ),
     "speed": Benchmark(
         "seconds of the schedules with vLLM, and the cost of scheduling and planning itself", 12
-    ),
-    "speculation": Benchmark(
-        "seconds with draft tokens by slots and settings, steps saved on recordings, step times", 15
     ),
     "host": Benchmark(
         "cost of a decode step without the model, by part: instructions and CPU seconds",

@@ -51,7 +51,7 @@ MODULES = [
     lambda: Mine("m"),
     PlainLearner,
 ]
-OTHERS = [callbacks.DynamicSampling(), callbacks.Speculation(), callbacks.ParallelismPlanner()]
+OTHERS = [callbacks.DynamicSampling(), callbacks.ParallelismPlanner()]
 
 
 @st.composite

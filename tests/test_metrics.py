@@ -24,7 +24,6 @@ from lit_rlsched.callbacks import (
     ParallelismPlanner,
     RolloutCallback,
     SortedBatching,
-    Speculation,
     StreamedTraining,
     TailBatching,
     Timeline,
@@ -39,8 +38,6 @@ HUGGING_FACE = {"loss", "grad_norm", "learning_rate"}
 OTHER_FORMULA = {"policy_loss"}
 """TRL's has the normalisation of the loss, and is only logged with an entropy bonus."""
 RARE = {
-    "auto_schedule/next": "`AutoSchedule`",
-    "auto_schedule/gain": "`AutoSchedule`",
     "dropped/too_few_scores": "rewards that are None",
     "dropped/unscored": "rewards that are None",
     "dropped/nonfinite_advantage": "huge rewards",
@@ -174,11 +171,6 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         ),
         fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
         fit(callbacks=[DrainFilling(), Timeline()], **short),
-        fit(  # with ten draft steps and more
-            callbacks=[Speculation(while_running=16)],
-            temperature=0.3,
-            **{**short, "max_completion_length": 48},
-        ),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {

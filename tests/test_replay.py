@@ -18,7 +18,6 @@ from benchmarks.steps import SHAPES, Shape, learned, table
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -54,23 +53,6 @@ def test_a_probe_costs_what_it_delays():
     replayed = replay(rounds, probing, slots=2)
     assert replayed.decode_steps == 16  # nothing is drawn twice
     assert replayed.traces[0].pauses == 4
-
-
-@pytest.mark.parametrize(
-    ("slots", "while_running", "steps"),
-    # the second is drawn in 1 + 4 steps of at most 5 tokens, with the first's text known
-    [(1, 1, 20 + 5), (2, 1, 20), (2, 2, 20)],
-)
-def test_draft_tokens_save_steps_by_hand(slots, while_running, steps):
-    text = [11 + i for i in range(20)]
-    prompt = Prompt("p", "x", (5, 6, 7))
-    completions = [Completion(0, text), Completion(1, text)]
-    groups = [Group("g", prompt, Sampling(64), completions)]
-    plain = replay([groups], Schedule("plain"), slots)
-    found = replay([groups], Schedule("", drafting=Drafting(4, while_running)), slots)
-    assert (found.decode_steps, plain.decode_steps) == (steps, 40 // slots)
-    (trace,) = found.traces
-    assert trace.tokens == 40 == trace.total("running") + trace.total("accepted")
 
 
 def test_a_shape_keeps_the_ranks_and_has_the_distribution():

@@ -187,7 +187,6 @@ def test_what_ranks_must_have_in_common_is_compared_by_value(tmp_path):
         LengthPrediction(PromptHistory()),
         SortedBatching(2),
         MicroGroupSampling(4),
-        callbacks.Speculation(),
     ]
 
     def shared(rate=1e-6, betas=(0.9, 0.99), many=every):

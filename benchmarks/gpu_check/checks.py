@@ -38,13 +38,6 @@ CHECKS = [
         for graphs in (False, True)
     ),
     _check(
-        "draft-tokens",
-        "With `Speculation` vLLM draws the tokens that it draws without, in fewer steps.",
-        "drafting:draft_tokens",
-        60,
-        300,
-    ),
-    _check(
         "sleep-cycles",
         "An engine gives its memory back while it sleeps, five times, and draws the same tokens.",
         "sleeping:cycles",

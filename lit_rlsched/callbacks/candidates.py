@@ -102,7 +102,7 @@ def options(
     return found
 
 
-ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1)) | {"AutoSchedule"}
+ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
@@ -118,19 +118,6 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     except UsageError:
         return None
     return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
-
-
-def rule_options() -> list[tuple[Option, ...]]:
-    """Return the schedules that a run can switch between: they keep what they leave as drafts."""
-    rules: list[tuple[Option, ...]] = [
-        (),
-        ((SortedBatching, {"mode": "verified"}),),
-        ((SortedBatching, {"mode": "partial"}),),
-        ((TailBatching, {"reuse_drafts": True}),),
-        ((TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),),
-    ]
-    filling: Option = (DrainFilling, {})
-    return [*rules, *((*rule, filling) for rule in rules)]
 
 
 BIASED = 0.02

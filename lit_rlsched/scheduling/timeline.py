@@ -59,9 +59,6 @@ def seconds(spans: Iterable[Span]) -> float:
 TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
 DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
 UPDATE = "update"
-SPECULATE = "speculate"
-"""Decoding with draft tokens."""
-DECODING = {DECODE, SPECULATE}
 
 
 class Interval(NamedTuple):
@@ -94,7 +91,7 @@ def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) 
     for begin, stop in pairwise(sorted(times)):
         while coming < len(inside) and inside[coming].start <= begin:
             i = inside[coming]
-            heapq.heappush(current, (i.what not in DECODING, -i.start, i.end, coming))
+            heapq.heappush(current, (i.what != DECODE, -i.start, i.end, coming))
             coming += 1
         while current and current[0][2] <= begin:
             heapq.heappop(current)
@@ -161,7 +158,7 @@ class Lap:
     def saved(self) -> float:
         """Seconds in which the trainer works and an engine decodes."""
         work = [i.span for i in self.lanes[TRAINER] if not i.waits_for and i.what != WEIGHTS]
-        decoding = union(i.span for i in self._of_engines if i.what in DECODING)
+        decoding = union(i.span for i in self._of_engines if i.what == DECODE)
         return seconds(cut(work, decoding)[0])
 
     @property
@@ -228,11 +225,10 @@ class Timeline:
         steps = {name: np.array(column) for name, column in trace.steps.items()}
         of = steps.get("engine", np.zeros(len(steps["start"])))
         for engine in range(trace.engines):
-            for what, column in ((DECODE, "running"), (SPECULATE, "proposed")):
-                rows = (of == engine) & (steps[column] > 0)
-                spans = zip(*(steps[side][rows].tolist() for side in ("start", "end")), strict=True)
-                for start, end in union(spans, SHORT):
-                    self.add(f"engine {engine}", what, origin + start, origin + end)
+            rows = (of == engine) & (steps["running"] > 0)
+            spans = zip(*(steps[side][rows].tolist() for side in ("start", "end")), strict=True)
+            for start, end in union(spans, SHORT):
+                self.add(f"engine {engine}", DECODE, origin + start, origin + end)
 
     def mark(self, moment: float | None = None) -> None:
         """Let the current lap end now, or at an earlier moment.

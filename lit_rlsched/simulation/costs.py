@@ -132,12 +132,6 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
         )
     if (late := columns["round"] != warm_up).any():
         columns = {name: column[late] for name, column in columns.items()}
-    plain = columns["proposed"] == 0  # draft tokens would be another term
-    if not plain.any():
-        raise UsageError(
-            f"`{traces.folder}`: every decode step has draft tokens, so what a plain one costs is "
-            "not known. Give a run without `Speculation`."
-        )
     model = {
         "base": columns["decode_steps"],
         "running": columns["running"],
@@ -145,9 +139,9 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
         "prefill": columns["prefill_tokens"],
     }
     share = lanes.beside(columns)
-    known = plain & np.isfinite(share)
+    known = np.isfinite(share)
     share = np.nan_to_num(share)
-    used = known if known.any() else plain
+    used = known if known.any() else np.ones_like(known)
     terms, slowdown = _alone_and_beside(model, columns["seconds"], share, used)
     longer = 1 + ((slowdown or 1.0) - 1) * share
     predicted: dict[int, float] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lit_rlsched.scheduling.timeline import DECODING, TRAINER, Span, union
+from lit_rlsched.scheduling.timeline import DECODE, TRAINER, Span, union
 from lit_rlsched.scheduling.trace_files import Tables
 
 TRAINS = ("update", "gradients", "verify")
@@ -50,7 +50,7 @@ class Lanes:
             if row["lane"] == TRAINER:
                 if row["what"] in TRAINS and not row["waits_for"]:
                     trainer.append(span)
-            elif row["what"] in DECODING:
+            elif row["what"] == DECODE:
                 decoding.append(span)
             elif (number := row["lane"].removeprefix("engine ")).isdigit():
                 idle.setdefault(int(number), []).append(span)

@@ -14,7 +14,6 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Prompt, Sampling
 
 
@@ -53,11 +52,10 @@ def simulated_session(
     admission: Callable[[], Admission],
     lengths: CalibratedPredictor | None = None,
     probe_tokens: int = 0,
-    drafting: Drafting | None = None,
 ) -> RolloutSession:
     """Make a session without weights and rewards."""
     nothing: Any = None  # neither a dtype nor a device is needed
-    spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing, drafting=drafting)
+    spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing)
     scorer: Any = Unscored()
     return RolloutSession(
         engine,

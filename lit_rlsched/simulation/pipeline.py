@@ -119,8 +119,6 @@ class Outcome:
 
 def unsupported(schedule: Schedule) -> str | None:
     """Say what of a schedule depends on more than lengths, or `None`."""
-    if schedule.drafting is not None:
-        return "draft tokens of `Speculation` depend on the text"
     if schedule.max_num_gen_batches > 1:
         return "which prompts `DynamicSampling` replaces depends on rewards"
     if schedule.selection is not None and schedule.selection.reward_range:

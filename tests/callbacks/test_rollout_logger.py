@@ -96,7 +96,7 @@ def make_trainer(folder: Path, *loggers):
         engine=SimpleNamespace(
             engines=["engine"],
             name="engine",
-            **dict.fromkeys(["logprobs", "speculates", "keeps_cache", "decodes_by_itself"], False),
+            **dict.fromkeys(["logprobs", "keeps_cache", "decodes_by_itself"], False),
         ),
         tokenizer=None,
         tools=None,

@@ -11,7 +11,6 @@ from torch import nn
 
 from benchmarks.gpu_check import (
     decoding,
-    drafting,
     environment,
     processes,
     real,
@@ -24,7 +23,6 @@ from benchmarks.gpu_check.setting import Setting
 from benchmarks.gpu_check.training import Rounds, judge_rounds
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.types import Request
 
 ASKED = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
@@ -107,31 +105,6 @@ class Hasty(Copying):
         for event in events:
             event.token_ids[0] ^= event.request_id.endswith("/again")
         return events
-
-
-class Blind(Copying):
-    """Has no draft tokens."""
-
-    def start(self, spec):
-        super().start(dataclasses.replace(spec, drafting=None))
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        (Copying, []),
-        (Hasty, ["tokens with draft tokens as without"]),
-        (Blind, ["draft tokens that are right where a completion is drawn again"]),
-    ],
-)
-def test_draft_tokens(tiny_policy, kind, wrong):
-    found, plain = Findings(), started(Copying, tiny_policy)
-    expected, _ = drafting.draw_twice(plain, ASKED)
-    engine = kind()
-    spec = EngineSpec("", len(ASKED), 128, (), policy=tiny_policy, drafting=Drafting(4, 8))
-    engine.start(spec)
-    drafting.judge_drafts(found, engine, expected, ASKED, 0.9)
-    assert broken(found) == wrong
 
 
 def test_the_quick_task_shows_weights_that_were_not_synced():

@@ -10,7 +10,6 @@ from lit_rlsched.scheduling.timeline import (
     ENGINES,
     OTHER,
     REWARDS,
-    SPECULATE,
     TRAINER,
     WEIGHTS,
     Interval,
@@ -150,21 +149,13 @@ def test_an_engine_that_waits_for_rewards_beside_an_update():
     assert lap.saved == 2
 
 
-def test_steps_with_draft_tokens_are_decoding_of_their_own_kind():
-    """Steps at most 10 ms apart are one interval, whatever is between them."""
-    trace = RolloutTrace(slots=1)
-    steps = [(0, 1, 0), (1, 2, 3), (2, 2.005, 0), (2.005, 3, 1), (3, 4, 0), (4, 5, 2)]
-    for i, (start, end, proposed) in enumerate(steps):
-        admitted = ["a"] if i == 0 else []
-        trace.take(Step(start, end, 1, 1, proposed=proposed, admitted=admitted))
-    lap = lap_of([(TRAINER, "rollout", 0, 5, ENGINES), (TRAINER, "update", 0.5, 2.5)], 5, [trace])
-    assert shown(lap, "engine 0") == [
-        (DECODE, 0, 1, None),
-        (SPECULATE, 1, 3, None),
-        (DECODE, 3, 4, None),
-        (SPECULATE, 4, 5, None),
+def test_steps_at_most_ten_ms_apart_are_one_interval():
+    trace = trace_of([(0, 0, 1), (0, 1.01, 2), (0, 2.02, 3)])
+    lap = lap_of([(TRAINER, "update", 0, 3)], 3, [trace])
+    assert [i for i in shown(lap, "engine 0") if i[0] == DECODE] == [
+        (DECODE, 0, 2, None),
+        (DECODE, 2.02, 3, None),
     ]
-    assert lap.saved == 2
 
 
 def test_gradients_during_a_rollout_are_saved_time():

@@ -16,12 +16,11 @@ from lit_rlsched.callbacks.pictures.style import (
     figure_of,
     seconds,
 )
-from lit_rlsched.scheduling.timeline import DECODE, OTHER, SPECULATE, WEIGHTS, Interval, Lap
+from lit_rlsched.scheduling.timeline import DECODE, OTHER, WEIGHTS, Interval, Lap
 from lit_rlsched.text import percent
 
 WORK = {
     DECODE: ("decoding", BLUE),
-    SPECULATE: ("decoding with draft tokens", "#7FB2D9"),
     "update": ("update", GREEN),
     "gradients": ("gradients during the rollout", "#7BCBB0"),
     "verify": ("verification of drafts", PURPLE),
