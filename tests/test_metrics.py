@@ -27,7 +27,6 @@ from lit_rlsched.callbacks import (
     Speculation,
     StreamedTraining,
     TailBatching,
-    Timeline,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.length_prediction import PromptHistory
@@ -173,7 +172,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
             **short,
         ),
         fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
-        fit(callbacks=[DrainFilling(), Timeline()], **short),
+        fit(callbacks=[DrainFilling()], **short),
         fit(  # with ten draft steps and more
             callbacks=[Speculation(while_running=16)],
             temperature=0.3,

@@ -16,7 +16,6 @@ def recorded(tmp_path_factory):
     model = make_model(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record_schedules, "ROUNDS", 2)
-        patch.setattr(record_schedules.RolloutLogger, "_draw", lambda *_: None)  # pictures
         tiny = record_schedules.Schedule(
             data={"prompts_per_round": 2, "num_generations": 2, "max_completion_length": 6},
             stops=(),

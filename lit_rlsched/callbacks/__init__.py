@@ -23,7 +23,6 @@ from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.callbacks.timeline import Timeline
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
@@ -49,5 +48,4 @@ __all__ = [
     "Speculation",
     "StreamedTraining",
     "TailBatching",
-    "Timeline",
 ]
