@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lit_rlsched.callbacks import ExportModel, SortedBatching
 from lit_rlsched.cli.main import main
 from lit_rlsched.run.wandb_runs import saved_ids
+from lit_rlsched.scheduling.trace_files import Traces
 
 wandb = pytest.importorskip("wandb")
 from wandb_file import offline_runs  # noqa: E402
@@ -144,11 +146,12 @@ def test_the_configuration_file_is_an_artifact(folder, runs):
 
 
 def test_the_report_the_lengths_and_the_table_are_in_the_file(folder, runs):
-    for run in runs:
+    drawn = Counter(row["round"] for row in Traces(folder).rows("completions"))
+    for number, run in enumerate(runs, start=1):
         shown = {name: value for row in run.rows for name, value in row.items()}
         assert shown["completions/_type"] == "table-file"
         assert shown["completions/lengths/_type"] == "histogram"
-        assert sum(shown["completions/lengths/values"]) == 8, "completions of a round"
+        assert sum(shown["completions/lengths/values"]) == drawn[number] > 0
         assert shown["report/_type"] == "html-file"
         assert "rewards/countdown_reward/mean" in shown
     (page,) = folder.glob(f"wandb/offline-run-*/files/{shown['report/path']}")
