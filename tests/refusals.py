@@ -198,7 +198,7 @@ CALLBACKS = [
     *each(cb.ParallelismPlanner, "must be a power of two", maximum=(-2, 0, 2.0, 3, 6, True)),
     *each(cb.ParallelismPlanner, "must be a power of two", minimum=(0, 2.0, 3)),
     bad(cb.RolloutLogger, COUNT + "1 or more", every_n_rounds=0),
-    bad(cb.RolloutLogger, COUNT + "1 or more", pictures_every_n_rounds=0),
+    bad(cb.RolloutLogger, COUNT + "1 or more", report_every_n_rounds=0),
     *each(cb.RoundCheckpoint, "use more than 0, at most 1", max_share=(0.0, 2.0)),
     bad(cb.RoundCheckpoint, COUNT + "1 or more", keep=0),
     *each(cb.SortedBatching, SORTED + COUNT + "1 or", pool_rounds=(0, 1.5, None)),
@@ -208,8 +208,6 @@ CALLBACKS = [
     bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
     bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
     *each(cb.StreamedTraining, "a share of the update's prompts", start=(-0.1, 1.0, "soon")),
-    bad(cb.Timeline, COUNT + "1 or more", pictures_every_n_rounds=0),
-    bad(cb.Timeline, COUNT + "1 or more", rounds_in_picture=0),
 ]
 
 LOSSES = [

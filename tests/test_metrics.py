@@ -26,7 +26,6 @@ from lit_rlsched.callbacks import (
     SortedBatching,
     StreamedTraining,
     TailBatching,
-    Timeline,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.length_prediction import PromptHistory
@@ -170,7 +169,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
             **short,
         ),
         fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
-        fit(callbacks=[DrainFilling(), Timeline()], **short),
+        fit(callbacks=[DrainFilling()], **short),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {

@@ -21,7 +21,6 @@ from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.callbacks.timeline import Timeline
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
@@ -45,5 +44,4 @@ __all__ = [
     "SortedBatching",
     "StreamedTraining",
     "TailBatching",
-    "Timeline",
 ]

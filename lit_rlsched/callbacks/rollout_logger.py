@@ -1,4 +1,4 @@
-"""Output of a run for its reader: completions, pictures and a one-line summary."""
+"""Output of a run for its reader: completions, the report and a one-line summary."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,7 +20,7 @@ from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
-from lit_rlsched.run.wandb_runs import log_artifact
+from lit_rlsched.run.wandb_runs import log_page
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Sample
@@ -168,14 +169,13 @@ def drop_rows(path: Path, number: int) -> None:
 
 
 class RolloutLogger(RolloutCallback):
-    """Record what a run drew: tables of completions, pictures.
+    """Record what a run drew: completions and a report.
 
     The run's folder (`default_root_dir`, or without one a new folder `runs/version_N`) gets
-    `report.html`, a page with charts, timelines and completions that needs no network;
-    `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy; and
-    `timeline.png` and `lengths.png` of the latest round. The folder is locked during the run, and a
-    run that is not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get the
-    pictures and a table of completions.
+    `report.html`, a page with charts, timelines and completions that needs no network, and
+    `completions.jsonl`, with TRL's columns. The folder is locked during the run, and a run that is
+    not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get a table of
+    completions and a histogram of their lengths, and `WandbLogger` the report at the end.
 
     See `docs/howto/wandb.md`.
 
@@ -183,8 +183,8 @@ class RolloutLogger(RolloutCallback):
         num_completions: Completions to write per table: the first ones in the order of the plan, so
             that completions of a prompt are together.
         every_n_rounds: Rounds between two tables of completions.
-        pictures_every_n_rounds: Rounds between two sets of pictures, each with a new `report.html`;
-            the end of training always gets one.
+        report_every_n_rounds: Rounds between two reports, each with the table for the loggers; the
+            end of training always gets one.
         save_trace: Whether to keep what ran when as Parquet files in `traces/`, for the report and
             `lit-rlsched simulate`; the newest 256 MiB. Without it there is no report.
 
@@ -200,11 +200,11 @@ class RolloutLogger(RolloutCallback):
         self,
         num_completions: int = 16,
         every_n_rounds: int = 1,
-        pictures_every_n_rounds: int = 20,
+        report_every_n_rounds: int = 20,
         save_trace: bool = True,
     ) -> None:
         self.every_n_rounds = every_n_rounds
-        self.pictures_every_n_rounds = pictures_every_n_rounds
+        self.report_every_n_rounds = report_every_n_rounds
         self.save_trace = save_trace
         self.table = CompletionsTable(num_completions)
         self._last: Round | None = None
@@ -226,7 +226,7 @@ class RolloutLogger(RolloutCallback):
                 occupy(self._occupied)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Write the round's rows, trace and pictures."""
+        """Write the round's rows, trace and report."""
         first, self._last = self._last is None, round
         if not _writes(trainer):
             return
@@ -236,19 +236,20 @@ class RolloutLogger(RolloutCallback):
         if round.number % self.every_n_rounds == 0:
             names = run_of(trainer, self).settings.rewards.names
             self.table.add(round, names, folder / "completions.jsonl")
+        _log_lengths(trainer, round)
         if self._traces is not None:
             with self._tracing():
                 self._traces.add(round)
-        if round.ordinal % self.pictures_every_n_rounds == 0:
-            self._draw(trainer)
+        if round.ordinal % self.report_every_n_rounds == 0:
+            self.table.publish(trainer.loggers, trainer.global_step)
             self._report(trainer, going_on=True)
         elif first:  # whoever looks early sees whether answers look as they should
             self.table.publish(trainer.loggers, trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the pictures."""
+        """Write the last report."""
         if _writes(trainer):
-            self._draw(trainer)
+            self.table.publish(trainer.loggers, trainer.global_step)
         if self._traces is not None:
             with self._tracing():
                 self._traces.end()
@@ -260,7 +261,7 @@ class RolloutLogger(RolloutCallback):
         began = time.monotonic()
         if self._traces is None or (going_on and began < self._next_report):
             return
-        from lit_rlsched.callbacks import report  # imports matplotlib
+        from lit_rlsched.callbacks import report
 
         run, folder = run_of(trainer, self), folder_of(trainer)
         try:
@@ -268,21 +269,13 @@ class RolloutLogger(RolloutCallback):
             data = report.run_data(folder, run.facts if ended else None, run.record)
             page = report.write_report(folder / report.FILE, [data], going_on)
             if not going_on:
-                log_artifact(trainer, "report", "report", page)
+                log_page(trainer, "report", page)
         except Exception as error:  # a page is no reason to end a run
             told = f"{type(error).__name__}: {error}"
             rank_zero_warn(f"`{folder / report.FILE}` was not written: {told}")
             return
         now = time.monotonic()
         self._next_report = now + (now - began) / REPORT_SHARE
-
-    def _draw(self, trainer: Trainer) -> None:
-        from lit_rlsched.callbacks import pictures  # imports matplotlib
-
-        name = name_of(folder_of(trainer))
-        record = run_of(trainer, self).record
-        pictures.publish(pictures.draw(record, self._last, name), trainer)
-        self.table.publish(trainer.loggers, trainer.global_step)
 
     def _begin(self, trainer: Trainer, folder: Path, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
@@ -327,7 +320,19 @@ class RolloutLogger(RolloutCallback):
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
         temperature = run.settings.evaluation.sampling.temperature
         folder, result = folder_of(trainer), run.record.result(temperature)
-        return f"{name_of(folder)}: {result} ({took}); pictures and metrics in {folder}"
+        return f"{name_of(folder)}: {result} ({took}); report and metrics in {folder}"
+
+
+def _log_lengths(trainer: Trainer, round: Round) -> None:
+    """Send a histogram of the round's lengths to the loggers that have such charts."""
+    lengths, name = [c.drawn for c in round.completions], "completions/lengths"
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            logger.log_metrics({name: wandb.Histogram(lengths)}, step=trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(name, np.array(lengths), trainer.global_step)
 
 
 def _writes(trainer: Trainer) -> bool:

@@ -109,7 +109,6 @@ def simulate(
     accepted: float = 0.95,
     seed: int = 0,
     overlay: str | None = None,
-    picture: str | None = None,
 ) -> str:
     """Simulate every schedule on the lengths of a run or on others, and recommend one.
 
@@ -136,7 +135,6 @@ def simulate(
         accepted: Share of drafts that the next policy accepts whole.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
         overlay: File for the configuration of the recommended schedule.
-        picture: File for a picture of the table: .png, .svg or .pdf.
     """
     check_ranges("simulate", locals())
     if trace is None and lengths is None:
@@ -184,11 +182,6 @@ def simulate(
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
-    if picture is not None:
-        from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
-
-        shown = {row.name: row.outcome for row in [*first(rows, best), *peers]}
-        simulated(shown, plain).savefig(picture)
     under = f" under {', '.join(names)}" if names else ""
     return "\n".join(
         [

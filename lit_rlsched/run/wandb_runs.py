@@ -80,6 +80,15 @@ def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> No
         run.log_artifact(artifact)
 
 
+def log_page(trainer: Trainer, name: str, path: Path) -> None:
+    """Show an HTML file in the workspace of each W&B run."""
+    for logger in wandb_loggers(trainer):
+        import wandb
+
+        page: Any = wandb.Html(path.read_text(encoding="utf-8"), inject=False)
+        logger.log_metrics({name: page}, step=trainer.global_step)
+
+
 def run_ids(trainer: Trainer | None) -> list[str]:
     """Return the id of each W&B run of the Trainer, for a checkpoint."""
     return [] if trainer is None else [str(one.version) for one in wandb_loggers(trainer)]

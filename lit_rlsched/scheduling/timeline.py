@@ -154,33 +154,6 @@ class Lap:
     lanes: dict[str, list[Interval]]
     """Intervals that follow one another, by lane: `trainer`, `engine 0`, ..."""
 
-    @property
-    def saved(self) -> float:
-        """Seconds in which the trainer works and an engine decodes."""
-        work = [i.span for i in self.lanes[TRAINER] if not i.waits_for and i.what != WEIGHTS]
-        decoding = union(i.span for i in self._of_engines if i.what == DECODE)
-        return seconds(cut(work, decoding)[0])
-
-    @property
-    def _of_engines(self) -> list[Interval]:
-        return [i for lane, intervals in self.lanes.items() if lane != TRAINER for i in intervals]
-
-    def totals(self) -> dict[str, float]:
-        """Return seconds by name; those of the engines are means over them."""
-        trainer, engines = self.lanes[TRAINER], self._of_engines
-        parts = max(1, len(self.lanes) - 1)
-        return {
-            "seconds": self.end - self.start,
-            "saved": self.saved,
-            "trainer_busy": _total(trainer, None),
-            **{f"trainer_waits_for_{whom}": _total(trainer, whom) for whom in (ENGINES, REWARDS)},
-            "engines_busy": _total(engines, None) / parts,
-            **{
-                f"engines_wait_for_{whom}": _total(engines, whom) / parts
-                for whom in (TRAINER, ENGINES, REWARDS)
-            },
-        }
-
 
 class Timeline:
     """Collects intervals of trainer and engines, also from a rollout in a thread of its own.
@@ -264,7 +237,3 @@ class Timeline:
             lanes[name] = filled_engine(name, flat[name], whole, others, trainer)
         self.last = Lap(start, end, lanes)
         return self.last
-
-
-def _total(intervals: Iterable[Interval], waits_for: str | None) -> float:
-    return seconds(i.span for i in intervals if i.waits_for == waits_for)

@@ -91,7 +91,7 @@ def test_it_is_refreshed_while_the_run_goes_on(fit, tmp_path):
             seen.append(page.exists() and data_in(page))
 
     trainer = {"max_epochs": 3, "default_root_dir": tmp_path}
-    fit(callbacks=[Looks(pictures_every_n_rounds=2)], trainer=trainer)
+    fit(callbacks=[Looks(report_every_n_rounds=2)], trainer=trainer)
     assert seen[0] is False and seen[1] == seen[2]
     assert seen[1]["made"].endswith("while the run went on.")
     (run,) = seen[1]["runs"]
@@ -187,7 +187,7 @@ def test_a_page_that_cannot_be_made_ends_no_run(fit, tmp_path, monkeypatch):
     monkeypatch.setattr("lit_rlsched.callbacks.report.run_data", fails)
     trainer = {"max_epochs": 2, "default_root_dir": tmp_path}
     with pytest.warns(UserWarning, match="`.*report.html` was not written: KeyError: 'a fault'"):
-        fit(callbacks=[RolloutLogger(pictures_every_n_rounds=1)], trainer=trainer)
+        fit(callbacks=[RolloutLogger(report_every_n_rounds=1)], trainer=trainer)
     assert len(Traces(tmp_path).rows("rounds")) == 2
 
 
