@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from lit_rlsched import __version__
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import name_of
-from lit_rlsched.data.stream import RowStream
+from lit_rlsched.data.source import RowStream
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
 from lit_rlsched.training.run_settings import RunSettings

@@ -11,11 +11,10 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.data.control_tokens import ControlTokens
+from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.row_table import Row, RowTable
-from lit_rlsched.data.source import DomainSource
-from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
+from lit_rlsched.data.source import DomainSource, RowStream, StreamSource, check_streams
 from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
