@@ -54,9 +54,9 @@ class VLLMEngine(SlotEngine):
             `enable_lora` level 1: the base weights wait in host memory). Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
             change where and how fast tokens are drawn, but not which, are accepted;
-            `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization
-            or logits processors, vLLM would draw from another policy than the trained one, or
-            record other log-probs.
+            the error for any other one lists them. With others, such as speculative decoding,
+            quantization or logits processors, vLLM would draw from another policy than the trained
+            one, or record other log-probs.
         enable_lora: Whether vLLM gets the policy's LoRA adapters alone at each sync and computes
             them beside the base model, which it loads itself. By default it gets merged weights.
             `docs/howto/lora.md` has the differences.
