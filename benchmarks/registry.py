@@ -59,19 +59,6 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.papers.main",
     ),
-    "matrix": Benchmark(
-        "which callbacks go together, simulated; the ten most useful on a real chat model",
-        100,
-        "pairs and triples",
-        on="2 cores",
-        resumes=True,
-        module="benchmarks.matrix.main",
-    ),
-    "auto_schedule": Benchmark(
-        "`AutoSchedule` against each of its candidates, on lengths that change",
-        10,
-        "everything",
-    ),
     "fidelity": Benchmark(
         "simulated steps and seconds of schedules against those of real runs of the chat model",
         160,
