@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from benchmarks.gpu_check.decoding import perturb
 from played_gpus import PlayedGPUs, play_trainer
 
-from benchmarks.gpu_check.decoding import perturb
 from lit_rlsched.engines import ProcessEngine, weights
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu_check.decoding import perturb
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.decoding import perturb
 from lit_rlsched.engines import _vllm_receiver as receiver
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
