@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlsched.callbacks import ExportModel, SortedBatching
 from lit_rlsched.cli.main import main
-from lit_rlsched.run.wandb_runs import saved_ids
+from lit_rlsched.run.run_config import saved_ids
 from lit_rlsched.scheduling.trace_files import Traces
 
 wandb = pytest.importorskip("wandb")

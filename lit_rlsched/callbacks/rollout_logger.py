@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.run.run_config import log_page
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
-from lit_rlsched.run.wandb_runs import log_page
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Sample
