@@ -18,8 +18,10 @@ from written_traces import write_run
 
 from lit_rlsched.__main__ import main
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger, SortedBatching
-from lit_rlsched.callbacks.report import collect, run_data, timelines, write_report
+from lit_rlsched.callbacks.report import collect, timelines
 from lit_rlsched.callbacks.report import page as page_module
+from lit_rlsched.callbacks.report.collect import run_data
+from lit_rlsched.callbacks.report.page import write_report
 from lit_rlsched.callbacks.report.perfetto import write_trace
 from lit_rlsched.callbacks.report.timelines import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.scheduling.trace_files import Traces
