@@ -79,6 +79,9 @@ BENCHMARKS = {
         180,
         resumes=True,
     ),
+    "picture": Benchmark(
+        "the picture of the README: the same completions under four schedules", 0.1, "everything"
+    ),
     "repetition": Benchmark(
         "memory and time of an update with repeated and with shared prompts", 10, RANDOM
     ),

@@ -10,7 +10,6 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.length_prediction import LengthPredictor
 from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Group, Sample
 
@@ -24,7 +23,6 @@ class Schedule:
     predictor: Callable[[dict[str, int]], LengthPredictor] | None = None
     """Makes the predictor of a replay from the true lengths, which only `Oracle` uses."""
     probe_tokens: int = 0
-    drafting: Drafting | None = None
 
 
 def replayed_rounds(
@@ -55,7 +53,6 @@ def replayed_rounds(
         lambda: Admission(slots, schedule.refill, schedule.order),
         lengths,
         schedule.probe_tokens,
-        schedule.drafting,
     )
     return simulated_rounds(
         session,

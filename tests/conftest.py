@@ -40,7 +40,6 @@ from transformers import (
 from lit_rlsched.engines import ProcessEngine, RayEngine, child
 from lit_rlsched.engines._vllm_guest import import_vllm
 from lit_rlsched.processes import ChildProcess
-from lit_rlsched.scheduling import speculation
 
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
 torch.set_num_threads(1)
@@ -164,14 +163,6 @@ def make_model(folder: Path, tied: bool) -> str:
 
 def load_policy(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def all_guesses() -> Iterator[None]:
-    """Engines that start in this process also verify guesses that are mostly wrong."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "POSITION_COST", {"cpu": 0.0})
-        yield
 
 
 @pytest.fixture

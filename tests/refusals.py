@@ -43,9 +43,8 @@ from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
+from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.advantages import group_relative, leave_one_out
 from lit_rlsched.training.losses import check_loss_settings, policy_loss
@@ -199,7 +198,7 @@ CALLBACKS = [
     *each(cb.ParallelismPlanner, "must be a power of two", maximum=(-2, 0, 2.0, 3, 6, True)),
     *each(cb.ParallelismPlanner, "must be a power of two", minimum=(0, 2.0, 3)),
     bad(cb.RolloutLogger, COUNT + "1 or more", every_n_rounds=0),
-    bad(cb.RolloutLogger, COUNT + "1 or more", pictures_every_n_rounds=0),
+    bad(cb.RolloutLogger, COUNT + "1 or more", report_every_n_rounds=0),
     *each(cb.RoundCheckpoint, "use more than 0, at most 1", max_share=(0.0, 2.0)),
     bad(cb.RoundCheckpoint, COUNT + "1 or more", keep=0),
     *each(cb.SortedBatching, SORTED + COUNT + "1 or", pool_rounds=(0, 1.5, None)),
@@ -208,11 +207,7 @@ CALLBACKS = [
     bad(sorted_partial, SORTED + COUNT + r"1 or more\. For .*`mode='verified'`", max_staleness=0),
     bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
     bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
-    *each(Drafting, r"`Speculation\(.*1 or more\. Remove", tokens=(0, -1, 1.5, True, None)),
-    *each(Drafting, r"`Speculation\(.*1 or more\. Remove", while_running=(0, -1, 1.5, True, None)),
     *each(cb.StreamedTraining, "a share of the update's prompts", start=(-0.1, 1.0, "soon")),
-    bad(cb.Timeline, COUNT + "1 or more", pictures_every_n_rounds=0),
-    bad(cb.Timeline, COUNT + "1 or more", rounds_in_picture=0),
 ]
 
 LOSSES = [
@@ -293,7 +288,7 @@ ENGINES = [
             engine_kwargs={"block_size": 64, name: value},
         )
         for name, value, why in (
-            ("speculative_config", {"method": "ngram"}, "`Speculation` changes none"),
+            ("speculative_config", {"method": "ngram"}, "draws wrongly at temperature 1"),
             ("override_generation_config", {"top_k": 5}, "set by `temperature`"),
             ("tensor_parallel_size", 2, r"itself: `VLLMEngine\(tensor_parallel_size=2\)`"),
             ("dtype", "float16", r"itself: `VLLMEngine\(dtype='float16'\)`"),
@@ -626,9 +621,6 @@ AT_FIT = [
             *((kind, type("Mine", (kind,), {})) for kind in SETTERS),
         )
     ),
-    during("=SimulatedEngine`: this engine does", cb.Speculation, engine=en.SimulatedEngine()),
-    during("tokens=4.*_length=4.*at most 3", cb.Speculation, max_completion_length=4),
-    during("`min_p=0.1`.*Use `top_p`", cb.Speculation, min_p=0.1),
     during(r"ProcessEngine\(TransformersEngine", cb.StreamedTraining),
     during("steps_per_round=2", cb.StreamedTraining, **BESIDE, steps_per_round=2),
     during("scale_rewards='batch'", cb.StreamedTraining, {"scale_rewards": "batch"}, **BESIDE),

@@ -125,10 +125,7 @@ class Spans(RolloutCallback):
 
 
 class Rows(RolloutLogger):
-    """Writes completions, but no pictures and no report: they take as long as the run."""
-
-    def _draw(self, trainer):
-        pass
+    """Writes completions, but no report, which takes as long as the run."""
 
     def _report(self, trainer, going_on):
         pass

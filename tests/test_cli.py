@@ -12,7 +12,6 @@ import yaml
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     AheadRollout,
-    AutoSchedule,
     DownSampling,
     DrainFilling,
     DynamicSampling,
@@ -310,7 +309,7 @@ trainer:
     assert 0 < float(memory[2]) < float(memory[1])  # the update needs no cache
     assert " update; `lit-rlsched estimate` counts activations too output " in said
     assert (
-        f" output {folder}: config.yaml, checkpoints, completions and pictures, metrics by "
+        f" output {folder}: config.yaml, checkpoints, completions and report, metrics by "
         "CSVLogger and WandbLogger before training: "
     ) in said
     for number in (1, 2):
@@ -318,7 +317,7 @@ trainer:
         assert found, out
     accuracy = r"held-out accuracy [\d.]+ -> [\d.]+ as the mean of 4 samples at temperature 1, "
     accuracy += r"[\d.]+ -> [\d.]+ of greedy decoding"
-    line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); pictures and metrics in \S+"
+    line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); report and metrics in \S+"
     *_, result, following, validate, predict, export, resume = out.splitlines()
     assert re.fullmatch(line, result) and following == "Next:", out
     run = f"-c {folder}/config.yaml --ckpt_path {folder}/checkpoints/"
@@ -327,7 +326,7 @@ trainer:
     assert export.endswith(" --out my-model") and resume.startswith(f"  lit-rlsched fit {run}")
     assert resume.endswith(" --trainer.max_epochs=4")
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
-    for name in ("learning.png", "timeline.png", "lengths.png", "checkpoints/last.ckpt"):
+    for name in ("report.html", "checkpoints/last.ckpt"):
         assert (folder / name).stat().st_size > 1000
     assert len((folder / "completions.jsonl").read_text().splitlines()) == 32
     with (folder / "metrics/version_0/metrics.csv").open() as file:
@@ -336,7 +335,7 @@ trainer:
     assert {"reward", "loss", "rollout/bubble_ratio", "batch/pad_frac"} <= rows[0].keys()
     (wandb,) = (folder / "wandb").glob("offline-run-*")
     assert list(wandb.glob("files/media/table/completions*.json"))
-    assert list(wandb.glob("files/media/images/pictures/learning*.png"))
+    assert list(wandb.glob("files/media/html/report*.html"))
     main(validate.split()[1:])
     assert "val/accuracy" in capsys.readouterr().out
 
@@ -399,7 +398,6 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
         (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
         (DrainFilling(), "slots that are free at the end of a round begin the next one"),
         (AheadRollout(), "the next round is drawn during the update, and verified"),
-        (AutoSchedule(), "decide whether another schedule would be 5 % faster"),
         (InFlightUpdates(), "go on during the update and get its weights after each optimizer st"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),

@@ -191,11 +191,11 @@ def test_a_mistake_is_named(monkeypatch, args: list[str], message: str) -> None:
             "`model=GRPOModul`: there is no such class. Did you mean",
         ),
         (
-            "trainer: {callbacks+: [{class_path: Timelin}]}",
-            "`trainer.callbacks=Timelin`: there is n",
+            "trainer: {callbacks+: [{class_path: RolloutLoger}]}",
+            "`trainer.callbacks=RolloutLoger`: there is n",
         ),
         (
-            "trainer: {callbacks: [Timeline, {class_path: LengthPrediction, init_args: "
+            "trainer: {callbacks: [RolloutLogger, {class_path: LengthPrediction, init_args: "
             "{predictor: {class_path: SiblingMax, init_args: {x: 3}}}}]}",
             "There is no setting `trainer.callbacks.predictor.x` of `SiblingMax`.",
         ),

@@ -11,7 +11,7 @@ from seen_rounds import At
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, Speculation, StreamedTraining
+from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, StreamedTraining
 from lit_rlsched.cli.estimate import Ledger, PlannedRun, counted_peaks, report
 from lit_rlsched.cli.estimate.live import LiveBytes, object_bytes, storage_bytes
 from lit_rlsched.cli.estimate.report import ADVICE
@@ -191,23 +191,6 @@ def test_decoding_counts_the_old_cache_beside_the_new(plan):
     per_layer = held["key-value cache"].rollout // 2
     assert held["decoding"].rollout > per_layer / 2  # the second of two layers grows last
     assert run.spec.max_model_len * run.spec.slots * run.token_bytes == 2 * per_layer
-
-
-def test_decoding_counts_the_positions_of_draft_tokens(plan):
-    def decoding(*callbacks):
-        planned = ledger(plan(callbacks=callbacks))
-        return items(planned)["decoding"].rollout, report(planned)
-
-    plain, told = decoding()
-    assert "draft" not in told
-    # the slots are more
-    below, told = decoding(Speculation(tokens=64, while_running=8))
-    assert below == plain and "up to 520 positions" in told
-    drafted, told = decoding(Speculation(tokens=64, while_running=64))
-    assert "While at most 16 run in an engine, each has up to 64 draft tokens" in told
-    assert "up to 1,040 positions" in told
-    hidden, mlp = 64 * 4, 128 * 4  # bytes of a position
-    assert drafted - plain > 1024 * (hidden + mlp)
 
 
 @pytest.mark.slow

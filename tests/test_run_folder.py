@@ -87,7 +87,7 @@ def test_a_folder_in_use_is_refused_until_the_process_is_gone(tmp_path):
 
 def test_a_folder_that_was_not_used_is_removed():
     used, unused = new_folder(Path("runs/a")), new_folder(Path("runs/b"))
-    (used / "learning.png").touch()
+    (used / "report.html").touch()
     for folder in (used, unused):
         occupy(folder)
         remove_unused(folder)
@@ -297,7 +297,7 @@ def test_nothing_is_written_to_the_working_directory(fit, tmp_path):
     )
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == []
     assert folder_of(trainer) == tmp_path / "runs" / "version_0"
-    assert (tmp_path / "runs" / "version_0" / "learning.png").exists()
+    assert (tmp_path / "runs" / "version_0" / "report.html").exists()
 
 
 @pytest.mark.slow

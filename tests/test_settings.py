@@ -197,13 +197,13 @@ def test_ranges_hold_for_classes_of_ones_own_and_for_those_alone(name):
         def __init__(self, model: str, n: int = 3, **kwargs: Any) -> None:
             super().__init__(model, **kwargs)
 
-    class Timeline(callbacks.RolloutCallback):
+    class RoundCheckpoint(callbacks.RolloutCallback):
         """Has the name of one of ours, and none of its settings."""
 
-        def __init__(self, rounds_in_picture: int) -> None:
+        def __init__(self, keep: int) -> None:
             pass
 
-    Timeline(rounds_in_picture=-1)
+    RoundCheckpoint(keep=-1)
     Own("m", n=-1)
     with pytest.raises(UsageError, match=rf"`Own\({name}=.*-1"):
         Own("m", **{name: (-1.0, 0.9) if name == "betas" else -1})

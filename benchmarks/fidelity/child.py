@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning import seed_everything
 
-from benchmarks.fidelity.rows import AUTO, LIMIT, ROWS, SCALE, Row
+from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, Row
 from benchmarks.ours import make_trainer
 from benchmarks.papers.child import PROMPTS as ALL
 from benchmarks.papers.child import (
@@ -60,11 +60,11 @@ def run(row: Row, seed: int, folder: Path) -> None:
         folder,
         max_epochs=row.rounds,
         limit_val_batches=0,
-        callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, pictures_every_n_rounds=99)],
+        callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, report_every_n_rounds=99)],
     )
     trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
 
 
 if __name__ == "__main__":
     name, seed, folder = sys.argv[1:]
-    run((ROWS | AUTO)[name], int(seed), Path(folder))
+    run(ROWS[name], int(seed), Path(folder))

@@ -102,7 +102,6 @@ def rollouts(number: int) -> dict[str, Row]:
         "longest first": callbacks(*longest_first(number)),
         "least attained": callbacks(slots(number, order="least_attained")),
         "DrainFilling": callbacks(here, "DrainFilling"),
-        "Speculation": callbacks(here, "Speculation"),
     }
     return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
 

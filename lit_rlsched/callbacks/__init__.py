@@ -5,7 +5,6 @@ Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simul
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
-from lit_rlsched.callbacks.auto_schedule import AutoSchedule
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.drain_filling import DrainFilling
@@ -20,16 +19,13 @@ from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
 from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.callbacks.speculation import Speculation
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.callbacks.timeline import Timeline
 from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
     "AdaptiveTimeouts",
     "AheadRollout",
-    "AutoSchedule",
     "CompletionWriter",
     "DownSampling",
     "DrainFilling",
@@ -46,8 +42,6 @@ __all__ = [
     "RolloutProgressBar",
     "RoundCheckpoint",
     "SortedBatching",
-    "Speculation",
     "StreamedTraining",
     "TailBatching",
-    "Timeline",
 ]

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_rlsched.callbacks.report import FILE, run_data, write_report
+from lit_rlsched.callbacks.report.collect import run_data
+from lit_rlsched.callbacks.report.page import FILE, write_report
 from lit_rlsched.callbacks.report.perfetto import write_trace
 from lit_rlsched.callbacks.what_if import about_of
 from lit_rlsched.cli.simulate import facts_of

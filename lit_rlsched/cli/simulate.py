@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import ALTERNATIVES, Candidate, wanted_of
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
+    ALTERNATIVES,
+    PLAIN,
     WARM_UP,
+    Candidate,
     Setting,
     Simulated,
     about_of,
@@ -19,8 +21,8 @@ from lit_rlsched.callbacks.what_if import (
     missing,
     named,
     own_schedule,
-    plain_of,
     recommended,
+    wanted_of,
 )
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
@@ -109,7 +111,6 @@ def simulate(
     accepted: float = 0.95,
     seed: int = 0,
     overlay: str | None = None,
-    picture: str | None = None,
 ) -> str:
     """Simulate every schedule on the lengths of a run or on others, and recommend one.
 
@@ -136,7 +137,6 @@ def simulate(
         accepted: Share of drafts that the next policy accepts whole.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
         overlay: File for the configuration of the recommended schedule.
-        picture: File for a picture of the table: .png, .svg or .pdf.
     """
     check_ranges("simulate", locals())
     if trace is None and lengths is None:
@@ -175,8 +175,7 @@ def simulate(
         facts = replace(facts, prompts=None)  # as of a run with more data
     make_schedule((), beside(facts))  # refuses these sizes, if it does so without a callback
     rows, peers = setting.ours(facts, most_callbacks), setting.peers()
-    plain = plain_of(rows)
-    assert plain is not None, "it is not refused"
+    plain = next(row.outcome for row in rows if row.name == PLAIN)
     best = recommended(rows, wanted)
     own, took = None, None
     if traces is not None and newest is not None and about == before and not lengths:
@@ -184,11 +183,6 @@ def simulate(
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
-    if picture is not None:
-        from lit_rlsched.callbacks.pictures.simulated import simulated  # imports matplotlib
-
-        shown = {row.name: row.outcome for row in [*first(rows, best), *peers]}
-        simulated(shown, plain).savefig(picture)
     under = f" under {', '.join(names)}" if names else ""
     return "\n".join(
         [

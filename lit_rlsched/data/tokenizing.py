@@ -2,13 +2,12 @@
 
 import os
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -207,23 +206,20 @@ def _is_plain(tokenizer: Any) -> bool:
 
 
 def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.RecordBatch]:
-    """Yield the columns `token_ids`, `hash` and `largest` of rows, in their order.
+    """Yield the columns `token_ids` and `hash` of rows, in their order.
 
-    `largest` is the largest token id of all prompts in the row's batch.
     The batches are made in threads: the tokenizer's Rust part releases Python's lock.
     """
+    numbered = enumerate(rows)
     bar = tqdm(  # from two seconds on, in a terminal only
         total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None
     )
     alone = _without_own_threads() if tokenize.threads > 1 else nullcontext()
     with bar, alone, ThreadPoolExecutor(tokenize.threads) as threads:
-        waiting = deque[Future[pa.RecordBatch]]()
-        for start in range(0, len(rows), BATCH):
-            waiting.append(threads.submit(_token_batch, rows, start, tokenize))
-            if len(waiting) > tokenize.threads:
-                yield from _next(waiting, bar)
-        while waiting:
-            yield from _next(waiting, bar)
+        while some := [*islice(numbered, tokenize.threads * BATCH)]:
+            parts = [some[first : first + BATCH] for first in range(0, len(some), BATCH)]
+            yield from threads.map(partial(_token_batch, tokenize), parts)
+            bar.update(len(some))
 
 
 @contextmanager
@@ -243,18 +239,12 @@ def _without_own_threads() -> Iterator[None]:
             os.environ[_OWN_THREADS] = before
 
 
-def _next(waiting: deque[Future[pa.RecordBatch]], bar: Any) -> Iterator[pa.RecordBatch]:
-    batch = waiting.popleft().result()
-    yield batch
-    bar.update(batch.num_rows)
-
-
-def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.RecordBatch:
-    some = rows.prompts(start, start + BATCH)
+def _token_batch(tokenize: PromptTokenizer, numbered: Sequence[tuple[int, Row]]) -> pa.RecordBatch:
+    rows = [row for _, row in numbered]
     try:
-        whole = tokenize.whole(some)
+        whole = tokenize.whole(rows)
     except Exception:
-        for number, row in enumerate(some, start):
+        for number, row in numbered:
             try:
                 tokenize([row])
             except Exception as error:
@@ -264,12 +254,10 @@ def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.Re
                 ) from error
         raise
     hashes = b"".join(blake2b(one, digest_size=8).digest() for one in whole)
-    ids = tokenize.begun(some, whole)
+    ids = tokenize.begun(rows, whole)
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-    flat = np.frombuffer(b"".join(ids), np.int32)
     columns = {
-        "token_ids": pa.ListArray.from_arrays(ends, flat),
+        "token_ids": pa.ListArray.from_arrays(ends, np.frombuffer(b"".join(ids), np.int32)),
         "hash": np.frombuffer(hashes, ">u8").astype(np.uint64),
-        "largest": np.full(len(ids), flat.max(initial=0)),
     }
     return pa.record_batch(columns)

@@ -10,7 +10,6 @@ from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
-from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -54,8 +53,6 @@ class RolloutEngine(RemembersInit, ABC):
     """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
     keeps_cache = False
     """Whether it has `update_weights`."""
-    speculates = False
-    """Whether it drafts and verifies tokens with `EngineSpec.drafting`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -202,17 +199,12 @@ class RolloutEngine(RemembersInit, ABC):
         """Free everything; safe to call twice."""
 
 
-NO_DRAFTS = DraftCounts()
-"""Counts of an engine without draft tokens: made once, and not in every step."""
-
-
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
     keeps_cache = True
     _held: Sized
     """What each running request holds."""
-    _drafts: DraftTokens | None = None
 
     def _forget_counts(self) -> None:
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
@@ -220,7 +212,6 @@ class SlotEngine(RolloutEngine):
     def _stats(
         self, kv_tokens: int, running: int, waiting: int = 0, step_kv_tokens: int | None = None
     ) -> EngineStats:
-        drafts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running,
             waiting,
@@ -230,19 +221,11 @@ class SlotEngine(RolloutEngine):
             self._decode_steps,
             self._prefill_tokens,
             self._cached_tokens,
-            drafts.proposed,
-            drafts.accepted,
-            drafts.failures,
         )
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
         self.update_weights(named_tensors, version)
-        self._forget_old_weights()
-
-    def _forget_old_weights(self) -> None:
-        if self._drafts is not None:
-            self._drafts.forget()
 
     def _refuse_when_running(self, what: str) -> None:
         if self._held:

@@ -44,7 +44,6 @@ class EnginePool(RolloutEngine):
         self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
         self.keeps_cache = all(engine.keeps_cache for engine in engines)
-        self.speculates = all(engine.speculates for engine in engines)
 
     @classmethod
     def of(cls, engine: RolloutEngine, num_engines: int) -> "EnginePool":

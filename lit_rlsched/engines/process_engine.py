@@ -82,7 +82,6 @@ class ProcessEngine(RolloutEngine):
         self.restarts = 0
         """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
-        self.speculates = engine.speculates
         self.keeps_cache = engine.keeps_cache and weight_transfer is None
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None

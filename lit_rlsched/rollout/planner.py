@@ -9,8 +9,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    from lit_rlsched.data.source import DomainSource
-    from lit_rlsched.data.stream import StreamSource
+    from lit_rlsched.data.source import DomainSource, StreamSource
 
 
 class RolloutBuffer:

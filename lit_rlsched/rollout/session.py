@@ -7,7 +7,7 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
 
-from lit_rlsched.data.control_tokens import ControlTokens
+from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.placement import give_back
 from lit_rlsched.engines.spec import EngineSpec

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.switched_rounds import SwitchedRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
@@ -101,7 +100,6 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
     rule, mixed = schedule.rule, schedule.rule.max_staleness != 0
     other = f"max_staleness={rule.max_staleness}" if mixed else "InFlightUpdates"
     applies = rule.keeps_drafts and (mixed or schedule.in_flight is not None)
-    applies &= not isinstance(rule, SwitchedRound)  # whose rules were looked at one by one
     return when(applies, rule=type(rule).__name__, other=other)
 
 
@@ -120,10 +118,6 @@ _STEPS_DECIDE = (
     "How much is drawn before the weights change would depend on the number of decode steps, so "
     "other tokens would be drawn. Remove one of them."
 )
-_IN_TIME = (
-    "Completions are the same, but not always those that are in time: text that repeats needs "
-    "fewer steps. `speculation/trained_over_drawn_speed` shows it."
-)
 _BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
@@ -138,9 +132,6 @@ COMBINATIONS: Sequence[Combination] = [
     both("SortedBatching", "TailBatching", ROUND_ENDS),
     both("AheadRollout", "SortedBatching", _NOT_YET),
     both("AheadRollout", "TailBatching", _NOT_YET),
-    both("InFlightUpdates", "Speculation", _STEPS_DECIDE),
-    both("AheadRollout", "Speculation", _STEPS_DECIDE),
-    both("DrainFilling", "Speculation", _STEPS_DECIDE),
     both(
         "InFlightUpdates",
         "StreamedTraining",
@@ -271,34 +262,6 @@ COMBINATIONS: Sequence[Combination] = [
         ),
     ),
     Combination(
-        "`Speculation`",
-        "`engine={engine}`",
-        "this engine does not verify draft tokens. Remove the callback, or use `VLLMEngine` or "
-        "`TransformersEngine`.",
-        lambda s, f: when(
-            s.drafting and not f.settings.engine.speculates, engine=f.settings.engine.name
-        ),
-    ),
-    Combination(
-        "`Speculation(tokens={tokens})`",
-        "`max_completion_length={limit}`",
-        "no draft can be that long. Use at most {less}.",
-        lambda s, f: when(
-            s.drafting and s.drafting.tokens >= f.settings.sampling.max_completion_length,
-            tokens=s.drafting and s.drafting.tokens,
-            limit=f.settings.sampling.max_completion_length,
-            less=f.settings.sampling.max_completion_length - 1,
-        ),
-    ),
-    Combination(
-        "`Speculation`",
-        "`min_p={min_p}`",
-        "vLLM draws no draft tokens with it. Use `top_p`, or remove the callback.",
-        lambda s, f: when(
-            s.drafting and f.settings.sampling.min_p > 0, min_p=f.settings.sampling.min_p
-        ),
-    ),
-    Combination(
         "`InFlightUpdates(cache='keep')`",
         "`engine={engine}`",
         "this engine cannot go on with what older weights have cached, or would give it to other "
@@ -411,9 +374,6 @@ COMBINATIONS: Sequence[Combination] = [
         "StreamedTraining",
         f"If completions wait for slots, {_BETWEEN_STEPS}",
     ),
-    changed("DynamicSampling", "Speculation", _IN_TIME),
-    changed("SortedBatching", "Speculation", _IN_TIME),
-    changed("TailBatching", "Speculation", _IN_TIME),
     changed(
         "AdaptiveTimeouts",
         "TailBatching",

@@ -11,11 +11,10 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.data.control_tokens import ControlTokens
+from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.row_table import Row, RowTable
-from lit_rlsched.data.source import DomainSource
-from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
+from lit_rlsched.data.source import DomainSource, RowStream, StreamSource, check_streams
 from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
@@ -194,7 +193,6 @@ class Startup:
             kv_cache_bytes=self._schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if engine.enable_lora else None,
             first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
-            drafting=self._schedule.drafting,
             returns=settings.tools is not None,
         )
         return replace(spec, slots=self.slots(spec))

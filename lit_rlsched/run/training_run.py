@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
-from lit_rlsched.data.stream import RowStream, StreamSource
+from lit_rlsched.data.source import RowStream, StreamSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
@@ -25,6 +25,7 @@ from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.run.run_config import describe_runs
 from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
@@ -39,7 +40,6 @@ from lit_rlsched.run.saving.resuming import (
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
-from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.settings import UsageError
@@ -427,7 +427,7 @@ class TrainingRun:
         if ahead := state.get("next", {}).get("round"):
             drawn.append(ahead["trained"])
         limit = settings.sampling.max_completion_length
-        check_drawn(drawn, state.get("reward_funcs"), settings.rewards.names, limit)
+        check_drawn(drawn, state["reward_funcs"], settings.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
         self.record.load_state_dict(state.get("record", {}))
         self.advice.load_state_dict(state.get("advice", {}))

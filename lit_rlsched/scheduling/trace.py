@@ -22,9 +22,6 @@ STEP_COLUMNS = (
     "prefill_tokens",
     "cached_tokens",
     "preemptions",
-    "proposed",
-    "accepted",
-    "drafter_failures",
 )
 _row = attrgetter(*STEP_COLUMNS)
 UPDATE_COLUMNS = ("began", "turn", "version")
@@ -46,11 +43,6 @@ class Step:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    proposed: int = 0
-    """Draft tokens."""
-    accepted: int = 0
-    """Draft tokens that were drawn."""
-    drafter_failures: int = 0
     admitted: Sequence[str] = ()
     """Requests that started in this step."""
     events: list[Event] = field(default_factory=list)
@@ -118,31 +110,12 @@ class RolloutTrace:
         return int(sum(running * steps for running, steps in columns))
 
     @property
-    def row_steps(self) -> dict[str, int]:
-        """Decode steps in which each request ran; without draft tokens, the tokens that it drew."""
-        ran: dict[str, int] = {}
-        columns = (self.spans[name] for name in ("request", "start_step", "end_step"))
-        for request, start, end in zip(*columns, strict=True):
-            ran[request] = ran.get(request, 0) + end - start
-        return ran
-
-    @property
     def drawn(self) -> dict[str, int]:
         """Tokens that each request drew."""
         drawn: dict[str, int] = {}
         for request, tokens in zip(self.spans["request"], self.spans["tokens"], strict=True):
             drawn[request] = drawn.get(request, 0) + tokens
         return drawn
-
-    @property
-    def plain_steps(self) -> int:
-        """Decode steps that the requests would have taken, in this order, at one token a step."""
-        rows = zip(*(self.spans[name] for name in ("start_step", "slot", "tokens")), strict=True)
-        free = [[0] * self._slots_of(engine) for engine in range(self.engines)]
-        for _, slot, tokens in sorted(rows):
-            engine = free[slot // self._places]
-            heapq.heapreplace(engine, engine[0] + tokens)
-        return max(map(max, free), default=0)
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,7 @@
 """Metrics of a round, under TRL's names where TRL has one."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias, wait_bias
 from lit_rlsched.scheduling.planning import lower_bound
-from lit_rlsched.scheduling.step_times import StepTimes
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
@@ -56,7 +55,6 @@ def measure(
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards),
         **rollout_metrics(round.trace),
-        **speculation_metrics(round.trace, {sample.id for sample in trained}),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
             [sample.completion.drawn for sample in trained], harvest.ran
@@ -113,9 +111,8 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 
     `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
     same lengths on as many slots. With a memory budget, the largest number of slots in use counts.
-    A length is a number of tokens or, with draft tokens, of the steps in which a completion ran.
     """
-    lengths = trace.row_steps if trace.total("proposed") else trace.drawn
+    lengths = trace.drawn
     least = 0
     if lengths and trace.pauses:  # paused completions can be distributed evenly
         least = max(-(-sum(lengths.values()) // trace.slots), *lengths.values())
@@ -137,38 +134,6 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
         "rollout/bubble_ratio": trace.bubble_ratio,
         "rollout/seconds": trace.seconds,
         "rollout/tokens_per_second": trace.tokens / trace.seconds if trace.seconds else 0.0,
-    }
-
-
-def speculation_metrics(trace: RolloutTrace, trained: Collection[str]) -> dict[str, float]:
-    """Metrics of draft tokens, `speculation/*`; none if there were none."""
-    proposed, accepted = trace.total("proposed"), trace.total("accepted")
-    failures = trace.total("drafter_failures")
-    if not proposed:
-        return {"speculation/drafter_failures": failures} if failures else {}
-    columns = (trace.steps[name] for name in ("running", "proposed"))
-    ran = [running for running, drafts in zip(*columns, strict=True) if drafts]
-    tokens = sum(ran) + accepted
-
-    drawn, row_steps = trace.drawn, trace.row_steps
-
-    def speed(requests: Collection[str]) -> float:
-        """Tokens per step in which these requests ran."""
-        steps = sum(row_steps[name] for name in requests)
-        return sum(drawn[name] for name in requests) / max(1, steps)
-
-    trained = [name for name in trained if name in drawn]
-    times = StepTimes.fit(trace)
-    return {
-        **({} if times is None else {"speculation/seconds_saved": times.saved(trace)}),
-        "speculation/acceptance": accepted / proposed,
-        "speculation/proposed": proposed,
-        "speculation/steps": len(ran),
-        "speculation/steps_saved": trace.plain_steps - trace.decode_steps,
-        "speculation/tokens_per_row_step": tokens / sum(ran),
-        "speculation/positions_per_token": (sum(ran) + proposed) / tokens,
-        "speculation/trained_over_drawn_speed": speed(trained) / (speed(drawn) or 1.0),
-        "speculation/drafter_failures": failures,
     }
 
 

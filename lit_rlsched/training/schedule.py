@@ -9,7 +9,6 @@ from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.learner import Learner, PlainLearner
@@ -49,8 +48,6 @@ class Schedule:
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
     """Exclude tokens of earlier policy versions from the loss: `SortedBatching`."""
-    drafting: Drafting | None = None
-    """How the engine drafts tokens, to verify several in a decode step: `Speculation`."""
     compares_logprobs: dict[str, str] = field(default_factory=dict)
     """Settings that need the engine's log-probs to be those of the policy, and what for."""
     beside_update: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.stream import StreamSource
+from lit_rlsched.data.source import StreamSource
 from lit_rlsched.data.tokenizing import PromptTokenizer
 from lit_rlsched.settings import UsageError
 

@@ -60,7 +60,7 @@ def test_batches_in_threads_have_the_ids_of_single_calls(
         int.from_bytes(blake2b(np.array(one, np.int32).tobytes(), digest_size=8).digest(), "big")
         for one in expected
     ]
-    assert made._hashes.to_pylist() == hashes
+    assert made.hashes.tolist() == hashes
     assert os.environ.get("TOKENIZERS_PARALLELISM") == threads, "as the user has set it"
 
 
@@ -111,10 +111,10 @@ def test_an_interrupted_start_leaves_no_half_of_a_file(
     (of_rows,) = cache_folder().glob("*.arrow")
     original = tokenizing._token_batch
 
-    def interrupted(table: Any, start: int, *others: Any) -> Any:
-        if start == 30:
+    def interrupted(tokenize: Any, numbered: Any) -> Any:
+        if numbered[0][0] == 30:
             raise KeyboardInterrupt
-        return original(table, start, *others)
+        return original(tokenize, numbered)
 
     monkeypatch.setattr(tokenizing, "_token_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):

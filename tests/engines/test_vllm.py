@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import OF_THE_RUN, OWN, PASSED_ON
-from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import NOISE, Noise
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.engines.vllm import VLLMEngine, _Held
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request, Sampling
 
@@ -228,7 +227,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> tuple[VLLMEngine, SimpleNamespace]:
         )
     )
     monkeypatch.setattr(engine, "_engine", front_end)
-    held = Held(Request("r0", PROMPT, 0, Sampling(9)), "r0-inside")
+    held = _Held(Request("r0", PROMPT, 0, Sampling(9)), "r0-inside")
     engine._held["r0"] = engine._inside["r0-inside"] = held
     return engine, output
 

@@ -220,7 +220,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "hooks": recorder.hooks,
         "shares": None if more.get("plain") else module._sharing.works,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
-        "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "timeline/"))},
+        "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},
         "counters": dict(datamodule.run.counters),
     }
     Path(folder, f"{name}.{trainer.global_rank}.json").write_text(json.dumps(said))

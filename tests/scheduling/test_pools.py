@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
+from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])
@@ -17,6 +17,15 @@ def pools(draw):
     group = st.lists(st.integers(1, 12), min_size=width, max_size=width)
     lengths = draw(st.lists(group, min_size=1, max_size=12))
     return lengths, draw(st.integers(1, len(lengths))), draw(st.sampled_from([12, 17, 25, 40]))
+
+
+@given(pools(), modes, orders, st.integers(1, 14))
+@example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", 2)  # a tie
+def test_of_a_flat_list_each_completion_is_a_group(pool, mode, order, slots):
+    groups, update, limit = pool
+    flat = [length for group in groups for length in group]
+    ratio = pool_bubble_ratio(flat, update, slots, mode, order, limit)
+    assert ratio == pool_bubble_ratio([[n] for n in flat], update, slots, mode, order, limit)
 
 
 @given(pools(), modes, orders, targets)

@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,14 +18,25 @@ from lit_rlsched.run.saving.run_folder import names_of
 from lit_rlsched.scheduling.trace_files import write_whole
 from lit_rlsched.text import printable
 
+FILE = "report.html"
+"""Its name in the folder of a run."""
 FORBIDDEN = "default-src 'none'; base-uri 'none'; form-action 'none'"
 """Nothing is loaded from anywhere, and nothing is sent."""
 MOST_BYTES = 10_000_000
 """Size of a page."""
 
 
-def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
-    """Write the page; whoever reads the file meanwhile sees the one before."""
+def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: bool = False) -> Path:
+    """Write the report of runs; whoever reads the file meanwhile sees the one before.
+
+    Args:
+        path: File.
+        runs: What `run_data` returns, of each run.
+        going_on: Whether the run has not ended.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = f"Made on {datetime.now():%Y-%m-%d %H:%M:%S}{', while the run went on' * going_on}."
     names = names_of([Path(run["folder"]) for run in runs])
     runs = [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
     data: dict[str, Any] = {"title": f"Report of {', '.join(names)}"}
@@ -45,6 +57,7 @@ def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
         name, _, after = piece.partition("}}")
         whole += parts[name] + after
     write_whole(path, lambda at: at.write_text(whole, encoding="utf-8"))
+    return path
 
 
 def _packed(data: dict[str, Any], most: int) -> str:

@@ -62,7 +62,7 @@ def report(ledger: Ledger) -> str:
     engines = len(run.settings.engine.engines)
     where = f" on {engines} engines" if engines > 1 else ""
     at_once = f"Up to {ledger.slots:,} of a round's {drawn:,} completions decode at once"
-    lines += [f"{at_once}{where}.", *_draft_tokens(ledger), "", *_cluster(ledger)]
+    lines += [f"{at_once}{where}.", "", *_cluster(ledger)]
     lines += [f"Not counted: {NOT_COUNTED[run.device]}.", "", *_verdict(ledger, tables)]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -74,18 +74,6 @@ class _Table(NamedTuple):
     subject: str
     """What begins a sentence about it."""
     items: list[Item]
-
-
-def _draft_tokens(ledger: Ledger) -> list[str]:
-    """Say how many positions a decode step with draft tokens has; nothing without `Speculation`."""
-    if (drafting := ledger.run.spec.drafting) is None:
-        return []
-    most = min(drafting.while_running, ledger.slots // len(ledger.run.settings.engine.engines))
-    return [
-        f"While at most {most:,} run in an engine, each has up to {drafting.tokens} draft tokens, "
-        f"and a decode step computes up to {most * (1 + drafting.tokens):,} positions. It pays if "
-        "it draws more tokens of each completion than it takes times as long."
-    ]
 
 
 def _cluster(ledger: Ledger) -> list[str]:

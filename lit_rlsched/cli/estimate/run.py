@@ -167,11 +167,8 @@ class PlannedRun:
         spec, settings = self.spec, self.settings
         engine = TransformersEngine()
         engine.start(replace(spec, device=torch.device("cpu"), policy=find_policy(self.module)))
-        if engine._drafts is not None:
-            engine._drafts.draft_all()
         longest = self.startup.prompts.longest
-        # neighbouring groups get different prompts: a group's prompt is computed once. Their ends
-        # repeat themselves, so that each request has draft tokens
+        # neighbouring groups get different prompts: a group's prompt is computed once
         requests = [
             Request(
                 str(i),

@@ -76,7 +76,7 @@ def _finetuning(trainer: Trainer) -> Iterator[BaseFinetuning]:
 
 
 def _optimized(states: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the weights that were in the optimizers."""
+    """Return the names in the optimizers, for a checkpoint that was saved after `fit`."""
     optimizers = [state.get("internal_optimizer_metadata", {}) for state in states]
     groups = [group for of in optimizers for groups in of.values() for group in groups]
     return [name for group in groups for name in group["params"]]

@@ -91,7 +91,7 @@ class PolicyCheckpoints(LightningModule):
         """Return a checkpoint's state of the optimizer, for the weights of this run."""
         if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
             rank_zero_warn(text)
-        return adopt(optimizer, state, checkpoint.get("policy", {}).get("optimizer", {}), self)
+        return adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
 
     def on_fit_start(self) -> None:
         """Adopt the checkpoint's optimizer state, which Lightning loads next."""

@@ -14,8 +14,8 @@ from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
 
-FORMAT = 1
-"""Format of the data module's state. Format 0, before formats had numbers, can be read too."""
+FORMAT = 2
+"""Format of the data module's state."""
 
 SAME_ON_RESUME = (
     "seed",
@@ -83,13 +83,11 @@ def check_has_state(ckpt_path: Any, datamodule: object) -> None:
 
 
 def check_format(state: Mapping[str, Any]) -> None:
-    """Refuse the state of a data module that an unknown version wrote."""
-    theirs = state.get("format", 0)
-    if theirs not in range(FORMAT + 1):
+    """Refuse the state of a data module that has another format."""
+    if (theirs := state.get("format", 0)) != FORMAT:
         raise CheckpointError(
             f"The checkpoint has format {theirs}, written by lit_rlsched {state.get('version')}, "
-            f"and this version reads formats 0 to {FORMAT}. Install the version that wrote it, "
-            f"{_FIX}"
+            f"and this version reads format {FORMAT}. Install the version that wrote it, {_FIX}"
         )
 
 
@@ -105,7 +103,7 @@ def check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 def check_drawn(
     packed: Sequence[Mapping[str, Any]],
-    saved_funcs: Sequence[str] | None,
+    saved_funcs: Sequence[str],
     reward_funcs: Sequence[str],
     max_completion_length: int,
 ) -> None:
@@ -117,15 +115,13 @@ def check_drawn(
             f"pool or a round, this run has `max_completion_length={max_completion_length}`: "
             f"completions in it may be longer. Resume with {longest} or more, {_FIX}"
         )
-    scores = [row for part in packed for row in part["scores"] if row is not None]
-    same_number = all(len(row) == len(reward_funcs) for row in scores)
-    same_names = saved_funcs is None or list(saved_funcs) == list(reward_funcs)
-    if scores and not (same_number and same_names):
-        theirs = f"{len(scores[0])} of them" if saved_funcs is None else list(saved_funcs)
+    scored = any(row is not None for part in packed for row in part["scores"])
+    if scored and list(saved_funcs) != list(reward_funcs):
         raise UsageError(
-            f"The checkpoint was made with `reward_funcs={theirs}` in the middle of a pool or a "
-            f"round, this run has `reward_funcs={list(reward_funcs)}`: completions in it have "
-            f"scores of the former only. Resume with the same functions in the same order, {_FIX}"
+            f"The checkpoint was made with `reward_funcs={list(saved_funcs)}` in the middle of a "
+            f"pool or a round, this run has `reward_funcs={list(reward_funcs)}`: completions in it "
+            "have scores of the former only. Resume with the same functions in the same order, "
+            f"{_FIX}"
         )
 
 

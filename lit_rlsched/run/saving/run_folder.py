@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -207,7 +207,7 @@ def _age(checkpoint: dict[str, Any]) -> tuple[float, int, int]:
     The times of files change when they are copied. A run that is resumed from an earlier round goes
     through later ones again, so the number of rounds alone does not say which is the newest.
     """
-    run = _run_state(checkpoint)
+    run = run_state(checkpoint)
     return run.get("unix_seconds", 0.0), run.get("num_rounds", 0), checkpoint["global_step"]
 
 
@@ -233,7 +233,7 @@ def _lost_rounds(
     return f"{which} are lost and will be drawn again."
 
 
-def _run_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def run_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the data module; empty if there is none."""
     states = (state for state in checkpoint.values() if isinstance(state, dict))
     return next((state for state in states if {"settings", "num_rounds"} <= state.keys()), {})
@@ -241,7 +241,7 @@ def _run_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
     """Return how many rounds are over in a checkpoint; None if a run cannot resume from it."""
-    return _run_state(checkpoint).get("num_rounds") if "optimizer_states" in checkpoint else None
+    return run_state(checkpoint).get("num_rounds") if "optimizer_states" in checkpoint else None
 
 
 def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
