@@ -4,8 +4,8 @@
 
 Deterministic: pools of random lengths run through the controller, round rule and admission of a
 real run, on the simulated engine. A completion has the same length whenever it is drawn, as in the
-paper's comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens). `turns` is the
-admission order `least_attained`; the other rows admit completions in the order of their prompts.
+paper's comparison (arXiv 2603.23414, 512 prompts in 4 batches, at most 8k tokens).
+
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +20,12 @@ from benchmarks import results
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import PoolAudit
 from lit_rlsched.rollout.round_runner import DrawnRound
-from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.admission import Admission, Order
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
-from lit_rlsched.simulation.pools import Mode, PoolOrder, recommend_slots
+from lit_rlsched.simulation.pools import Mode, recommend_slots
 from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192
@@ -52,7 +52,7 @@ def simulated_pool(
     lengths: Sequence[Sequence[int]],
     rule: RoundRule,
     slots: int,
-    order: PoolOrder,
+    order: Order,
     limit: int,
     **costs: Any,
 ) -> Iterator[DrawnRound]:
@@ -129,7 +129,7 @@ def decode(
     lengths: Sequence[Sequence[int]],
     rule: RoundRule,
     slots: int,
-    order: PoolOrder = "fifo",
+    order: Order = "fifo",
     limit: int = LIMIT,
     **costs: Any,
 ) -> Drained:
@@ -160,7 +160,7 @@ class Method(NamedTuple):
     name: str
     mode: Mode | None = None
     """Mode of `SortedRound`; None for rounds that decode all their prompts to the end."""
-    order: PoolOrder = "fifo"
+    order: Order = "fifo"
 
     @property
     def rule(self) -> RoundRule:
@@ -176,20 +176,15 @@ class Method(NamedTuple):
 
 METHODS = (
     Method("synchronous"),
-    Method("synchronous, turns", None, "least_attained"),
     Method("on-policy", "on_policy"),
-    Method("on-policy, turns", "on_policy", "least_attained"),
     Method("partial", "partial"),
-    Method("partial, turns", "partial", "least_attained"),
 )
 
 
 def recommendation(method: Method, target: float, pools: Sequence[Sequence[int]]) -> str:
     """Return the recommended slots of each pool, and the result of their median, as Markdown."""
     assert method.mode is not None
-    slots = [
-        recommend_slots(pool, UPDATE, target, method.mode, method.order, LIMIT) for pool in pools
-    ]
+    slots = [recommend_slots(pool, UPDATE, target, method.mode, LIMIT) for pool in pools]
     sure = [int(1 + target / (1 - target) * sum(pool) / max(pool)) for pool in pools]
     drawn = method.draw(pools, median_low(slots))
     ratio = bubble_ratio(trace for pool in drawn for trace in pool.rounds)

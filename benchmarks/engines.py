@@ -102,7 +102,7 @@ def workers_of(engine: Any, slots: int) -> list[RemoteWorker]:
     workers = [e.make_worker(Admission(slots // len(engine.engines))) for e in engine.engines]
     for worker in workers:
         worker.start_trace()
-        worker.start_round(take_turns=True, ahead=True)
+        worker.start_round(ahead=True)
     return workers
 
 

@@ -162,7 +162,6 @@ def shapes(shrink: int, size: float = 1.0) -> list[Shape]:
                 "plain": Schedule(FullRound(update)),
                 "on-policy": Schedule(pooled("on_policy")),
                 "partial": Schedule(pooled("partial")),
-                "partial, turns": Schedule(pooled("partial"), "least_attained"),
             },
         ),
         Shape(

@@ -34,7 +34,7 @@ from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned

@@ -79,9 +79,6 @@ SCHEDULES: dict[str, Schedule] = {
     "plain": Schedule(vllm=True),
     "micro_groups": Schedule(lambda: [MicroGroupSampling(slots=5)]),
     "micro_groups_in_rounds": Schedule(lambda: [MicroGroupSampling(slots=5, refill="rounds")]),
-    "micro_groups_least_attained": Schedule(
-        lambda: [MicroGroupSampling(slots=5, order="least_attained")]
-    ),
     "micro_groups_predicted": Schedule(
         lambda: [MicroGroupSampling(slots=5), LengthPrediction(probe_tokens=4)]
     ),
@@ -137,7 +134,7 @@ SCHEDULES: dict[str, Schedule] = {
             TailBatching(1.5, reuse_drafts=True),
             DownSampling(3),
             DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
+            MicroGroupSampling(slots=7),
         ],
         SELECTING | {"prompts_per_round": 2},
     ),
@@ -218,7 +215,7 @@ RESUMED: dict[str, Schedule] = {
         lambda: [
             DownSampling(2, early_stop=True),
             DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
+            MicroGroupSampling(slots=7),
         ],
         SELECTING | TWO_STEPS | {"max_completion_length": 40},
     ),

@@ -10,7 +10,7 @@ from lit_rlsched.callbacks import AheadRollout, DownSampling, DrainFilling, Micr
 from lit_rlsched.callbacks.candidates import PLAIN, written
 
 A, B, C = (AheadRollout, {}), (DownSampling, {"keep": 2}), (DrainFilling, {})
-SLOTS = (MicroGroupSampling, {"order": "least_attained"})
+SLOTS = (MicroGroupSampling, {"order": "fifo"})
 
 
 def row(seconds, *options, stale=0.0):

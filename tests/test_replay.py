@@ -121,20 +121,6 @@ def test_a_pool_by_hand(method, steps, idle, useful):
     assert drained.seconds == drained.decode_steps == sum(steps)
 
 
-def test_turns_by_hand():
-    # turns of 2: each stops at 2; 8 has its second one with nobody waiting
-    turns = SortedRound(3, 3, 1, "completion", "partial")
-    drained = decode([[4], [4], [8]], turns, 2, "least_attained", limit=16)
-    assert (drained.decode_steps, drained.pauses, drained.recomputed) == (10, 3, 6)
-    fifo = decode([[4], [4], [8]], turns, 2, limit=16)
-    assert (fifo.decode_steps, fifo.pauses, fifo.recomputed, fifo.resumed) == (12, 0, 0, 0)
-    # 2 and 1 are done in step 2 and 3, with 7 at 2, then at 3: each time it is resumed
-    rounds = SortedRound(1, 3, 1, "completion", "partial")
-    later = decode([[2], [7], [1]], rounds, 2, "least_attained", limit=64)
-    assert [trace.decode_steps for trace in later.rounds] == [2, 1, 4]
-    assert (later.pauses, later.recomputed, later.resumed, later.stale) == (0, 0, 2 + 3, 3)
-
-
 def test_a_row_by_hand():
     plain = decode([[3], [1], [4], [2]], FullRound(2), 2, per_running=0, per_kv_token=0)
     on_policy = SortedRound(2, 4, 1, "completion")

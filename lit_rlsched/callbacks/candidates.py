@@ -77,9 +77,7 @@ def written(option: Option) -> str:
     return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
-def options(
-    num_generations: int, slots: int | None = None, turns: int | None = None
-) -> list[Option]:
+def options(num_generations: int, turns: int | None = None) -> list[Option]:
     """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
     found: list[Option] = [
         (LengthPrediction, {}),
@@ -95,14 +93,12 @@ def options(
         (InFlightUpdates, {} if turns is None else {"turns": turns}),
         (StreamedTraining, {}),
     ]
-    if slots is not None:
-        found.append((MicroGroupSampling, {"slots": slots, "order": "least_attained"}))
     if num_generations > 2:
         found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
     return found
 
 
-ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
+ALTERNATIVES = frozenset({"MicroGroupSampling", *(of.__name__ for of, _ in options(3))})
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
@@ -143,11 +139,9 @@ def breaks(schedule: Schedule, outcome: Outcome, wanted: Mapping[str, float]) ->
     )
 
 
-def candidates(
-    facts: RunFacts, most: int = 2, slots: int | None = None, turns: int | None = None
-) -> Iterator[Candidate]:
+def candidates(facts: RunFacts, most: int = 2, turns: int | None = None) -> Iterator[Candidate]:
     """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
-    every = options(facts.settings.num_generations, slots, turns)
+    every = options(facts.settings.num_generations, turns)
     for number in range(most + 1):
         for chosen in combinations(every, number):
             if (found := candidate(chosen, facts)) is not None:

@@ -76,7 +76,7 @@ class Setting:
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
         facts = beside(facts)
-        found = candidates(facts, most_callbacks, self.about["slots"], self._turns(facts))
+        found = candidates(facts, most_callbacks, self._turns(facts))
         return [Simulated(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
 
     def _turns(self, facts: RunFacts) -> int | None:

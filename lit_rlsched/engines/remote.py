@@ -3,7 +3,7 @@
 import heapq
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ class RemoteWorker(EngineWorker):
         self._reported: dict[str, array[int]] = {}
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
-        self._take_turns = self._ahead = False
+        self._ahead = False
         self._going = False
         """Whether the worker was told to run ahead."""
         self._halting = False
@@ -85,10 +85,10 @@ class RemoteWorker(EngineWorker):
         self._tell("start_trace")
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self._take_turns, self._ahead, self._limit = take_turns, ahead, None
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._ahead, self._limit = ahead, None
         self._version = version
-        self._tell("start_round", take_turns, ahead, version)
+        self._tell("start_round", ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         new = list(requests)
@@ -96,12 +96,6 @@ class RemoteWorker(EngineWorker):
             self._requests[request.id] = request
             self._reported[request.id] = no_ids()
         self._tell("submit", new)
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        for request_id in expected.keys() & self._requests.keys():
-            request = self._requests[request_id]
-            self._requests[request_id] = replace(request, expected=expected[request_id])
-        self._tell("rekey", dict(expected))
 
     def suspend(self, keep: bool = False) -> None:
         try:
@@ -297,7 +291,7 @@ class RemoteWorker(EngineWorker):
             try:
                 child.prefill = self._most_prefill
                 child.call("admission", self.admission)
-                child.tell("worker", "start_round", self._take_turns, self._ahead, self._version)
+                child.tell("worker", "start_round", self._ahead, self._version)
                 child.tell("worker", "submit", list(self._requests.values()))
                 self._known = child
                 return

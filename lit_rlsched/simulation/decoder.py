@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from lit_rlsched.engines.pool_worker import WINDOW
-from lit_rlsched.scheduling.admission import TURNS, Order, Refill
+from lit_rlsched.scheduling.admission import Order, Refill
 from lit_rlsched.scheduling.routing import moves, route
 
 
@@ -117,12 +117,7 @@ class Engines:
     def __len__(self) -> int:
         return len(self._engines)
 
-    @property
-    def pauses_items(self) -> bool:
-        """Whether items may pause to make way for others."""
-        return self._order == "least_attained"
-
-    def start_round(self, take_turns: bool = True, ahead: bool = True) -> None:
+    def start_round(self, ahead: bool = True) -> None:
         """Begin at turn 0; nothing may run. See `Worker.start_round`."""
         self.turn = 0
         self.row_steps = self.peak_kv = self.kv_steps = 0
@@ -131,7 +126,7 @@ class Engines:
             self.log.append([])
         self._ends: list[tuple[int, int, int, Item]] = []
         self._homes: dict[str, int] = {}
-        self._take_turns, self._window = take_turns, WINDOW if ahead else 1
+        self._window = WINDOW if ahead else 1
         self._meeting: int | None = 0 if len(self._engines) > 1 else None
         self._dirty = set(range(len(self._engines)))
         for engine in self._engines:
@@ -169,9 +164,7 @@ class Engines:
         item.arrival = self._arrivals
         if not moved:
             item.submitted = self._arrivals
-        least = self._order == "least_attained"
-        key = float(item.prefix + item.drawn) if least else item.key
-        heapq.heappush(engine.waiting, (item.later, key, item.arrival, item))
+        heapq.heappush(engine.waiting, (item.later, item.key, item.arrival, item))
         engine.queued += 1
         engine.later += item.later
         self._dirty.add(item.engine)
@@ -246,10 +239,6 @@ class Engines:
             if item.engine != number or item.arrival != arrival:
                 continue  # it was stopped, or moved
             tokens = item.tokens - item.drawn
-            if self._order == "least_attained" and self._take_turns:
-                others = engine.queued - (0 if item.later else engine.later)
-                if others > self.slots - engine.running and self._refill != "rounds":
-                    tokens = min(tokens, -(-item.limit // TURNS))
             engine.queued -= 1
             engine.later -= item.later
             engine.running += 1

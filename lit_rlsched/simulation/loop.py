@@ -12,7 +12,7 @@ from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.types import Prompt, Sampling
 

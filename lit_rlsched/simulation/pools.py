@@ -15,7 +15,6 @@ from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.types import Sampling
 
 Mode = Literal["on_policy", "partial"]
-PoolOrder = Literal["fifo", "least_attained"]
 Lengths = Steps | Sequence[Sequence[float]]
 
 
@@ -24,7 +23,6 @@ def recommend_slots(
     update: int,
     bubble_ratio: float = 0.05,
     mode: Mode = "on_policy",
-    order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> int:
     """Number of slots with which a pool idles no more than `bubble_ratio`.
@@ -38,7 +36,7 @@ def recommend_slots(
         raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
 
     def keeps(slots: int) -> bool:
-        ratio = pool_bubble_ratio(lengths, update, slots, mode, order, max_completion_length)
+        ratio = pool_bubble_ratio(lengths, update, slots, mode, max_completion_length)
         return ratio <= bubble_ratio
 
     least, most = 1, max(1, np.size(lengths))  # a single slot never idles
@@ -55,7 +53,6 @@ def pool_bubble_ratio(
     update: int,
     slots: int,
     mode: Mode = "on_policy",
-    order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> float:
     """Idle slot-steps over all slot-steps of a pool, with its last drain.
@@ -82,7 +79,7 @@ def pool_bubble_ratio(
     work = Workload(groups, [1] * len(groups), int(limit))
     rule = SortedRound(update, len(groups), len(groups[0]), "group", mode)
     visits = islice(work.visits(), len(groups))
-    engines = Engines(slots=slots, order=order)
+    engines = Engines(slots=slots)
     rounds = SimulatedRounds(visits, work.length, engines, Sampling(work.limit), len(groups[0]))
     version = total = busy = 0
     while (drawn := rounds.draw(rule, version)) is not None:

@@ -241,9 +241,9 @@ class _Decoding:
             later = [] if moves else later  # see `RolloutSession.rollout`
         waits = len(rest) + len(later) > slots
         intervenes = rounds.expected is not None and len(rest) > slots
-        intervenes |= waits and (rule.stops_groups or engines.pauses_items)
+        intervenes |= waits and rule.stops_groups
         self.intervenes = intervenes
-        engines.start_round(not rule.discards(self.state), ahead=not intervenes)
+        engines.start_round(ahead=not intervenes)
         self._live = {sample.id: rounds.item(sample) for sample in rest}
         self.drafts = [rounds.item(sample, later=True) for sample in later]
         engines.submit([*self._live.values(), *self.drafts])

@@ -12,8 +12,8 @@ from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import WindowedRound
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -86,9 +86,7 @@ def cases(draw):
         )
     )
     contexts = draw(st.lists(st.integers(1, 9), min_size=len(prompts), max_size=len(prompts)))
-    order = draw(
-        st.sampled_from(["fifo", "fifo", "least_attained", "longest_first", "shortest_first"])
-    )
+    order = draw(st.sampled_from(["fifo", "fifo", "longest_first", "shortest_first"]))
     refill = draw(st.sampled_from(["continuous", "continuous", "rounds"]))
     drafts = draw(st.sampled_from([None, None, "cut"]))
     update = draw(st.integers(1, 4))
@@ -116,7 +114,7 @@ def test_several_engines_meet_and_move_as_in_the_loop(seed):
         for _ in range(24)
     ]
     contexts = [chance.randint(1, 9) for _ in lengths]
-    name, order = chance.choice([*RULES]), chance.choice(["fifo", "fifo", "least_attained"])
+    name, order = chance.choice([*RULES]), chance.choice(["fifo"])
     drafts = chance.choice([None, "cut"])
     check(
         name,
