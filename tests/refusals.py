@@ -36,9 +36,8 @@ from lit_rlsched.rewards.answers import checked_entry
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
 from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.scheduling import down_sampling
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
-from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
@@ -500,12 +499,10 @@ SCHEDULING = [
     *each(TokenConditioned, r"`TokenConditioned\(rid.* use more than 0", ridge=(0, -1)),
     bad(TokenConditioned, r"`TokenConditioned\(half_.* use more than 0", half_life=0),
     bad(TokenConditioned, rf"`TokenConditioned\(max_.* {COUNT}1 or more", max_waiting=0),
-    bad(TokenConditioned, "cannot be loaded.*leave", encoder="/no/such/folder"),
     bad(
         lambda: TokenConditioned(features=9).load_state_dict(TokenConditioned().state_dict()),
         "has 16 features, the saved one",
     ),
-    bad(lambda: CalibratedPredictor(p := SiblingMax(), p.history), "learn everything twice"),
     *each(LogNormalLengths, r"`LogNormalLengths\(med.* use more than 0", median=(0, -1)),
     bad(LogNormalLengths, r"`LogNormalLengths\(sig.* use 0 or more", sigma=-0.1),
     bad(Oracle, "does not name the request of each length", {}),
@@ -537,7 +534,7 @@ SCHEDULING = [
     bad(
         pool_bubble_ratio,
         "from 1 to 9: .* no more than `max_completion_length=8`",
-        *([1, 9], 1, 1, "partial", "least_attained", 8),
+        *([1, 9], 1, 1, "partial", 8),
     ),
     bad(quotas, r"no prompt of 'b' in a round of 4\. Raise", {"a": 0.9, "b": 0.1}, 4),
 ]

@@ -390,7 +390,7 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (MicroGroupSampling(memory_budget="2GiB", order="least_attained"), "into a cache of 2.00"),
+        (MicroGroupSampling(memory_budget="2GiB"), "into a cache of 2.00"),
         (MicroGroupSampling(slots=4, refill="rounds"), "at once; all start together"),
         (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
         (SortedBatching(), "are drawn again under the new weights"),

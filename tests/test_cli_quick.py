@@ -196,8 +196,8 @@ def test_a_mistake_is_named(monkeypatch, args: list[str], message: str) -> None:
         ),
         (
             "trainer: {callbacks: [RolloutLogger, {class_path: LengthPrediction, init_args: "
-            "{predictor: {class_path: SiblingMax, init_args: {x: 3}}}}]}",
-            "There is no setting `trainer.callbacks.predictor.x` of `SiblingMax`.",
+            "{predictor: {class_path: PromptHistory, init_args: {x: 3}}}}]}",
+            "There is no setting `trainer.callbacks.predictor.x` of `PromptHistory`.",
         ),
         ("data: {max_grad_norm: 1}", "TRL's `max_grad_norm` is `model.gradient_clip_val` here."),
     ],

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rlsched.scheduling.ahead_rollout import Correction
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming

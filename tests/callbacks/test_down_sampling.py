@@ -361,7 +361,7 @@ def test_groups_stop_on_vllm(fit, tiny_model):
     callbacks = [
         recorder,
         DownSampling(4, early_stop=True, min_length_ratio=0),
-        MicroGroupSampling(memory_budget=6 * 512 * 80, order="least_attained"),
+        MicroGroupSampling(memory_budget=6 * 512 * 80),
         LengthPrediction(probe_tokens=4),
     ]
     settings = {**STOPPING, "reward_funcs": [coin()], "engine": VLLMEngine()}
