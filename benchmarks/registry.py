@@ -109,7 +109,6 @@ BENCHMARKS = {
     "repetition": Benchmark(
         "memory and time of an update with repeated and with shared prompts", 10, RANDOM
     ),
-    "ledger": Benchmark("memory by `lit-rlsched estimate` and memory of real runs", 15, RANDOM),
     "lm_head": Benchmark(
         "kernels and bytes of the LM head, forward and backward", 0.2, "tensors without values"
     ),
