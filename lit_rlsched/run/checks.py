@@ -36,8 +36,8 @@ OF_THE_MODULE: dict[str, tuple[Any, str]] = {
 _AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
 REFUSED_CALLBACKS: dict[str, str] = {
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
-    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
-    "much fits. (`Tuner.scale_batch_size` adds this callback)",
+    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says "
+    "whether it fits. (`Tuner.scale_batch_size` adds this callback)",
     "GradientAccumulationScheduler": _ACCUMULATES,
     "LearningRateFinder": "the loss of a policy gradient says nothing about a learning rate: it is "
     "near zero with each. Compare the reward of short runs with different `learning_rate`. "
