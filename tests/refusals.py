@@ -35,6 +35,7 @@ from lit_rlsched.rewards import functions as rewards
 from lit_rlsched.rewards.answers import checked_entry
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
 from lit_rlsched.run.same_ranks import check_same
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.length_prediction import PromptHistory
@@ -659,7 +660,7 @@ AT_FIT = [
         engine=en.SimulatedEngine(kv_capacity=100),
         verify_sync=False,
     ),
-    during("Remove `MicroBatchAccumulation`", cb.MicroBatchAccumulation),
+    during("Remove `MicroBatchAccumulation`", MicroBatchAccumulation),
     during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
     during(r"\(adapter=True\)`.*lora_rank=0", lambda: cb.ExportModel(adapter=True)),
 ]

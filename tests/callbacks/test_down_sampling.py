@@ -15,12 +15,12 @@ from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
     LengthPrediction,
-    MicroBatchAccumulation,
     MicroGroupSampling,
     RolloutCallback,
     SortedBatching,
 )
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling.down_sampling import RULES
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import OptimizerStep
