@@ -14,10 +14,9 @@ from jsonargparse import capture_parser
 
 from lit_rlsched import __version__, callbacks, engines
 from lit_rlsched.cli import main as cli
-from lit_rlsched.cli.config_files import KeyTwice, UniqueKeys
 from lit_rlsched.cli.errors import OnlyInFiles
 from lit_rlsched.cli.help import GROUPS
-from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
+from lit_rlsched.cli.quick import FLAGS, Check, KeyTwice, Unclear, UniqueKeys, answer
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.settings import RemembersInit, trl_names
 
