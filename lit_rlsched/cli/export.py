@@ -50,7 +50,8 @@ def report(
         out: File of the page. By default `report.html` in the folder of the only run, or here.
         perfetto: File for the timelines as a trace for https://ui.perfetto.dev: .json or .json.gz.
     """
-    from lit_rlsched.callbacks.report import FILE, run_data, write_report
+    from lit_rlsched.callbacks.report.collect import run_data
+    from lit_rlsched.callbacks.report.page import FILE, write_report
     from lit_rlsched.callbacks.report.perfetto import write_trace
     from lit_rlsched.callbacks.what_if import about_of
     from lit_rlsched.cli.simulate import facts_of
