@@ -336,7 +336,7 @@ class TrainingRun:
 
     def _take(self, round: Round) -> None:
         self.current, self._start, self._empty_steps = round, round.version, 0
-        self.record.add_round(round, self.settings.rewards.weights)
+        self.record.add_round(round)
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
