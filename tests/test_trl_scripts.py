@@ -20,6 +20,7 @@ from trl_worlds import Words
 
 from lit_rlsched import trl as ours
 from lit_rlsched.callbacks import RoundCheckpoint
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving import export
 from lit_rlsched.settings import UsageError, trl_names
 
@@ -382,7 +383,14 @@ def test_a_trainer_has_what_scripts_read_of_trls(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(5, 2), (4, 2), (7, 3)])
-def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path):
+def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path, monkeypatch):
+    drawn, add = [], RunRecord.add_round
+
+    def note(record, round):
+        drawn.extend(int(group.prompt.uid) for group in round.groups)
+        add(record, round)
+
+    monkeypatch.setattr(RunRecord, "add_round", note)
     args = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_train_epochs": 2}
     args |= {"num_generations": 2, "max_completion_length": 1, "shuffle_dataset": False}
     args |= {"per_device_train_batch_size": 2 * prompts, "save_strategy": "no"}
@@ -390,7 +398,6 @@ def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path):
     trainer = ours.GRPOTrainer(COUNTDOWN, length, ours.GRPOConfig(**args), data)
     trainer.train()
     sampler = RepeatSampler(data, mini_repeat_count=1, batch_size=prompts, shuffle=False)
-    drawn = [int(prompt["uid"]) for prompt in trainer.datamodule.run.record.prompts]
     assert drawn == [*sampler, *sampler]
     assert trainer.state.epoch == 2.0 and trainer.state.global_step == rows // prompts * 2
 

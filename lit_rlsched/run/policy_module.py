@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
 from lit_rlsched.run.advice import trains_with_noise
-from lit_rlsched.run.arrival import await_ranks
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.same_ranks import await_ranks
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
 from lit_rlsched.run.saving.resuming import origin
 from lit_rlsched.run.trainer import StepMetrics

@@ -20,13 +20,12 @@ from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
-from lit_rlsched.run.arrival import make_team
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.run_config import describe_runs
-from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
+from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_team
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
     check_drawn,
@@ -337,7 +336,7 @@ class TrainingRun:
 
     def _take(self, round: Round) -> None:
         self.current, self._start, self._empty_steps = round, round.version, 0
-        self.record.add_round(round, self.settings.rewards.weights)
+        self.record.add_round(round)
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
