@@ -12,7 +12,6 @@ import yaml
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     AheadRollout,
-    AutoSchedule,
     DownSampling,
     DrainFilling,
     DynamicSampling,
@@ -398,7 +397,6 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
         (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
         (DrainFilling(), "slots that are free at the end of a round begin the next one"),
         (AheadRollout(), "the next round is drawn during the update, and verified"),
-        (AutoSchedule(), "decide whether another schedule would be 5 % faster"),
         (InFlightUpdates(), "go on during the update and get its weights after each optimizer st"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),
