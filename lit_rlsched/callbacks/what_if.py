@@ -137,14 +137,6 @@ def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
                 yield found
 
 
-def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
-    """Return constraints as `Simulated.refused` takes them."""
-    for name in constraints:
-        if name not in CONSTRAINTS:
-            raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
-    return dict.fromkeys(constraints, 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """A schedule and its simulation."""
@@ -156,7 +148,7 @@ class Simulated:
     """`None`: a peer's."""
 
     def refused(self, wanted: Mapping[str, float]) -> bool:
-        """Whether it breaks one of the constraints."""
+        """Whether it breaks one of the constraints: `CONSTRAINTS`, or the tokens of `memory`."""
         outcome = self.outcome
         biased = self.schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
         return (
