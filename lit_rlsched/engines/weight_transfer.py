@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,9 +114,7 @@ class WeightTransfer(WeightsStore):
     If engines die, the trainer replaces them and sends everything to all engines again.
     """
 
-    def __init__(
-        self, kind: Literal["ipc", "nccl"], spec: EngineSpec, engines: Sequence[HasChild]
-    ) -> None:
+    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
         self._nccl, self._engines, self._device = kind == "nccl", engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer={kind!r})`"
         if spec.device.type != "cuda":
