@@ -15,7 +15,7 @@ export WANDB_SILENT ?= true
 # Build of vLLM: `cuda` for an NVIDIA GPU with a new enough driver, `cpu` for any other Linux machine,
 # `none` elsewhere.
 ifndef BUILD
-BUILD  := $(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)
+BUILD  := $(shell $(PYTHON) -I lit_rlsched/engines/devices.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
 # Slow tests often wait, and the longest come first. A group shares one start of vLLM's workers.

@@ -43,7 +43,7 @@ from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines.gpu_setup import refuse_missing_gpus, refuse_unseen_gpu
+from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.processes import require_posix
 from lit_rlsched.run.checks import check_trainer

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
-from lit_rlsched.engines.placement import check_devices
+from lit_rlsched.engines.devices import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission

@@ -162,6 +162,31 @@ class PipeLink:
         return how_it_ended(self._process.returncode)
 
 
+class HasChild(Protocol):
+    """The members of a `ProcessEngine` that others use."""
+
+    restarts: int
+    gpus_advice: str
+
+    @property
+    def child(self) -> "Child": ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def numbered_name(self) -> str: ...
+
+    @property
+    def trainer_address(self) -> str: ...
+
+    def revive(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
+    def forget_weights(self) -> None: ...
+
+
 class Child:
     """An engine's process, which answers messages."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.placement import num_devices
+from lit_rlsched.engines.devices import num_devices
 from lit_rlsched.engines.pool_worker import PoolWorker
 from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission

@@ -11,7 +11,7 @@ import torch
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import ANSWER, START, Child, Link, PipeLink, pickled_engine
-from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
+from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
 from lit_rlsched.engines.weight_transfer import SentWeights, WeightTransfer, check_transfer

@@ -5,17 +5,14 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from lit_rlsched.engines.child import Child
+from lit_rlsched.engines.child import Child, HasChild
 from lit_rlsched.engines.rollout_worker import EngineWorker
 from lit_rlsched.engines.spec import EngineDied
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.types import Event, Request, no_ids
-
-if TYPE_CHECKING:
-    from lit_rlsched.engines.process_engine import ProcessEngine
 
 LEAD = 1024
 """Maximum number of steps that wait to be reported; a step of 256 requests takes about 15 kB."""
@@ -38,7 +35,7 @@ class RemoteWorker(EngineWorker):
             a copy in the engine's process does the work.
     """
 
-    def __init__(self, engine: "ProcessEngine", admission: Admission) -> None:
+    def __init__(self, engine: HasChild, admission: Admission) -> None:
         super().__init__(admission)
         self.engine = engine
         self.ahead_steps = 0

@@ -16,7 +16,7 @@ from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
 from lit_rlsched.engines._vllm_worker import Noise
 from lit_rlsched.engines.base import SlotEngine, check_requests
-from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
+from lit_rlsched.engines.devices import warn_of_missing_tools
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.settings import check_choice, check_finite

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from torch import Tensor
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_worker import gpu_of, open_group
 from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.engines.child import Child, HasChild
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
     Named,
+    PackedWeights,
     WeightSource,
     WeightsStore,
     buckets,
@@ -35,40 +37,9 @@ from lit_rlsched.engines.weights import (
 from lit_rlsched.ranks import Team
 from lit_rlsched.settings import UsageError
 
-if TYPE_CHECKING:
-    from lit_rlsched.engines.child import Child
-    from lit_rlsched.engines.process_engine import ProcessEngine
-
 GRACE = 10.0
 """Seconds for the other engines to answer after one has died. Engines that still wait for it in
 NCCL are replaced too."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeights:
-    """Several tensors in one buffer."""
-
-    names: list[str]
-    dtypes: list[torch.dtype]
-    shapes: list[list[int]]
-    data: Tensor
-    """Their bytes, one tensor after the other, `[bytes]`."""
-    last: bool
-    """Whether no bucket follows."""
-    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """CUDA IPC handles of this buffer, and of the same on other ranks, by UUID of the GPU."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        pairs = zip(self.dtypes, self.shapes, strict=True)
-        return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """The metadata that vLLM needs."""
-        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
-        return {"names": self.names, "dtype_names": dtypes, "shapes": self.shapes}
 
 
 def pack(group: Iterable[Named], last: bool) -> PackedWeights:
@@ -129,7 +100,7 @@ class SentWeights(HandedWeights):
 class SomeDied(Exception):
     """Engines died while weights were sent."""
 
-    def __init__(self, engines: "Sequence[ProcessEngine]") -> None:
+    def __init__(self, engines: Sequence[HasChild]) -> None:
         super().__init__()
         self.engines = engines
 
@@ -143,9 +114,7 @@ class WeightTransfer(WeightsStore):
     If engines die, the trainer replaces them and sends everything to all engines again.
     """
 
-    def __init__(
-        self, kind: Literal["ipc", "nccl"], spec: EngineSpec, engines: "Sequence[ProcessEngine]"
-    ) -> None:
+    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
         self._nccl, self._engines, self._device = kind == "nccl", engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer={kind!r})`"
         if spec.device.type != "cuda":
@@ -169,7 +138,7 @@ class WeightTransfer(WeightsStore):
         self.send(sent, self._engines)
         return sent
 
-    def send(self, weights: SentWeights, engines: "Sequence[ProcessEngine]") -> None:
+    def send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
         """Send weights to these engines and wait until they are loaded."""
         with self._lock, self._on_device():
             while True:
@@ -191,7 +160,7 @@ class WeightTransfer(WeightsStore):
         with torch.no_grad(), torch.cuda.device(self._device):
             yield
 
-    def _send(self, weights: SentWeights, engines: "Sequence[ProcessEngine]") -> None:
+    def _send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
         gpus = self._ask(engines, [("gpus",)] * len(engines))  # every worker answers: all are ready
         if [engine.child for engine in engines] != self._met:
             self.close()
@@ -207,7 +176,7 @@ class WeightTransfer(WeightsStore):
         for engine in engines:
             engine.stepped()
 
-    def _check_gpus(self, engines: "Sequence[ProcessEngine]", gpus: list[list[str]]) -> None:
+    def _check_gpus(self, engines: Sequence[HasChild], gpus: list[list[str]]) -> None:
         """Refuse engines that share a GPU, with each other or with NCCL's rank 0."""
         trainer, seen = gpu_of(self._device), dict[str, str]()
         for engine, own in zip(engines, gpus, strict=True):
@@ -226,7 +195,7 @@ class WeightTransfer(WeightsStore):
                     )
                 seen[gpu] = engine.numbered_name
 
-    def _meet(self, engines: "Sequence[ProcessEngine]", sizes: list[int]) -> None:
+    def _meet(self, engines: Sequence[HasChild], sizes: list[int]) -> None:
         """Connect the trainer with these engines, which have so many workers."""
         if not self._nccl:
             self._ask(engines, [("join_transfer", {})] * len(engines))
@@ -248,7 +217,7 @@ class WeightTransfer(WeightsStore):
     def _pass_on(
         self,
         bucket: PackedWeights,
-        engines: "Sequence[ProcessEngine]",
+        engines: Sequence[HasChild],
         gpus: list[list[str]],
         first: bool,
     ) -> None:
@@ -275,7 +244,7 @@ class WeightTransfer(WeightsStore):
 
     def _ask(
         self,
-        engines: "Sequence[ProcessEngine]",
+        engines: Sequence[HasChild],
         messages: Sequence[tuple[Any, ...]],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Any]:

@@ -7,16 +7,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rlsched.engines.spec import Weights
-
-if TYPE_CHECKING:
-    from lit_rlsched.engines.weight_transfer import PackedWeights
 
 Named = tuple[str, Tensor]
 _ALIGNMENT = 64
@@ -175,6 +172,33 @@ BUCKET = 2**30
 """Maximum bytes of a bucket; a larger tensor is a bucket of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Several tensors in one buffer."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[list[int]]
+    data: Tensor
+    """Their bytes, one tensor after the other, `[bytes]`."""
+    last: bool
+    """Whether no bucket follows."""
+    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """CUDA IPC handles of this buffer, and of the same on other ranks, by UUID of the GPU."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        pairs = zip(self.dtypes, self.shapes, strict=True)
+        return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The metadata that vLLM needs."""
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        return {"names": self.names, "dtype_names": dtypes, "shapes": self.shapes}
+
+
 class WeightSource(ABC):
     """The weights of a policy. Every pass reads them again, on all ranks at once."""
 
@@ -185,7 +209,7 @@ class WeightSource(ABC):
     @abstractmethod
     def packed(
         self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator["PackedWeights", None, None]:
+    ) -> Generator[PackedWeights, None, None]:
         """Yield the same tensors in buckets.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.placement import give_back
+from lit_rlsched.engines.devices import give_back
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.background import Background
 from lit_rlsched.rollout.controller import RolloutController, Verify

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_rlsched.engines.placement import available_cores
+from lit_rlsched.engines.devices import available_cores
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
 from lit_rlsched.training.lora import base_model

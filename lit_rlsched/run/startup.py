@@ -17,7 +17,7 @@ from lit_rlsched.data.row_table import Row, RowTable
 from lit_rlsched.data.source import DomainSource, RowStream, StreamSource, check_streams
 from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
+from lit_rlsched.engines.devices import warn_of_unseen_gpu
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.environments.chat import ToolChat

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, engine_name
-from lit_rlsched.engines.weight_transfer import PackedWeights, packed_weights
-from lit_rlsched.engines.weights import WeightSource
+from lit_rlsched.engines.weight_transfer import packed_weights
+from lit_rlsched.engines.weights import PackedWeights, WeightSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import completion_logprobs

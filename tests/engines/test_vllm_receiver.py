@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from lit_rlsched.engines import _vllm_worker as receiver
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.engines.weight_transfer import PackedWeights, pack
-from lit_rlsched.engines.weights import buckets
+from lit_rlsched.engines.weight_transfer import pack
+from lit_rlsched.engines.weights import PackedWeights, buckets
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.types import Request, Sampling
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lit_rlsched.engines import weight_transfer
-from lit_rlsched.engines.weight_transfer import PackedWeights, pack, packed_weights
-from lit_rlsched.engines.weights import buckets
+from lit_rlsched.engines.weight_transfer import pack, packed_weights
+from lit_rlsched.engines.weights import PackedWeights, buckets
 from lit_rlsched.ranks import Team
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -20,11 +20,11 @@ from lit_rlsched.engines import (
     weight_transfer,
 )
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines.placement import check_devices, variables_of
+from lit_rlsched.engines.devices import check_devices, variables_of
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Sizes
-from lit_rlsched.engines.weight_transfer import PackedWeights, WeightTransfer, pack
-from lit_rlsched.engines.weights import WeightSource
+from lit_rlsched.engines.weight_transfer import WeightTransfer, pack
+from lit_rlsched.engines.weights import PackedWeights, WeightSource
 from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))

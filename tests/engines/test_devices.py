@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lit_rlsched.cli.main import main
-from lit_rlsched.engines import gpu_setup
-from lit_rlsched.engines.gpu_setup import (
+from lit_rlsched.engines import devices as node
+from lit_rlsched.engines.devices import (
     missing_tools,
     refuse_missing_gpus,
     refuse_unseen_gpu,
@@ -87,7 +87,7 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch sees a GPU")
 def test_the_command_line_says_so(machine, capsys, monkeypatch, tmp_path):
     machine("nvidia-smi", "echo 535.104.05")
-    monkeypatch.chdir(Path(gpu_setup.__file__).parents[2])
+    monkeypatch.chdir(Path(node.__file__).parents[2])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
     with pytest.raises(SystemExit) as stopped:
         main(["fit", "-c", "configs/quickstart.yaml", "--trainer.accelerator=gpu", folder])
@@ -119,7 +119,7 @@ def test_the_command_line_looks_at_the_number_of_gpus(monkeypatch, capsys, tmp_p
     monkeypatch.setattr("lit_rlsched.cli.main.refuse_unseen_gpu", lambda accelerator: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.chdir(Path(gpu_setup.__file__).parents[2])
+    monkeypatch.chdir(Path(node.__file__).parents[2])
     folder = f"--trainer.default_root_dir={tmp_path}/run"
     asks = ["--trainer.accelerator=gpu", "--trainer.devices=8"]
     with pytest.raises(SystemExit) as stopped:
@@ -136,7 +136,7 @@ def test_every_run_looks(fit, monkeypatch):
 
 
 def test_what_triton_needs(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_setup.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(node.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.warns(UserWarning, match=r"C compiler .*CC.* and Python's headers .*python3.*-dev"):
         warn_of_missing_tools()
     machine("clang")
@@ -158,11 +158,11 @@ def test_the_build_that_make_installs(machine, smi, build, said):
     if smi is not None:
         machine("nvidia-smi", smi)
     machine("gcc")
-    script = [sys.executable, "-I", "-S", gpu_setup.__file__]
+    script = [sys.executable, "-I", "-S", node.__file__]
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == build and said in run.stderr
 
 
 def test_make_asks_for_it():
-    makefile = (Path(gpu_setup.__file__).parents[2] / "Makefile").read_text()
-    assert "$(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)" in makefile
+    makefile = (Path(node.__file__).parents[2] / "Makefile").read_text()
+    assert "$(shell $(PYTHON) -I lit_rlsched/engines/devices.py)" in makefile
