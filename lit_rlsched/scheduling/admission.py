@@ -35,7 +35,7 @@ class WaitingQueue:
     """
 
     def __init__(self, order: Order) -> None:
-        self._key = KEYS[order]
+        self._order: Order = order  # not its key: a queue is pickled
         self._requests: dict[int, Request] = {}
         """Requests by the number of their arrival."""
         self._heap: list[tuple[bool, float, int]] = []  # also of requests that have left
@@ -47,7 +47,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         self._arrivals += 1
         self._requests[self._arrivals] = request
-        heapq.heappush(self._heap, (request.later, self._key(request), self._arrivals))
+        heapq.heappush(self._heap, (request.later, KEYS[self._order](request), self._arrivals))
 
     def peek(self, slot: int) -> Request:
         """Return the request that `slot` takes next; raise `IndexError` if the queue is empty."""
@@ -99,7 +99,7 @@ class PlannedQueue(WaitingQueue):
         self._new = 0
 
     def _next(self, slot: int) -> int:
-        share = self._shares[slot] if slot < len(self._shares) else deque()
+        share: deque[int] = self._shares[slot] if slot < len(self._shares) else deque()
         while share and share[0] not in self._requests:
             share.popleft()  # another slot has stolen it
         return share[0] if share else super()._next(slot)
