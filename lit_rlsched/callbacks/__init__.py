@@ -5,6 +5,7 @@ Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simul
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.auto_schedule import AutoSchedule
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
@@ -18,6 +19,7 @@ from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.speculation import Speculation
@@ -29,6 +31,7 @@ from lit_rlsched.run.automatic import MicroBatchAccumulation
 __all__ = [
     "AdaptiveTimeouts",
     "AheadRollout",
+    "AsyncRollout",
     "AutoSchedule",
     "CompletionWriter",
     "DownSampling",
@@ -44,6 +47,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLogger",
     "RolloutProgressBar",
+    "RolloutWindow",
     "RoundCheckpoint",
     "SortedBatching",
     "Speculation",

@@ -142,7 +142,7 @@ def settle(
     trained, left = rule.settle(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
     unfinished, drafted = [], []
-    if rule.max_staleness == 0:
+    if rule.max_staleness == 0 and rule.verifies_from is None:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
         waits = {id(c) for g in left for c in g.completions} if rule.keeps_drafts else set()
         for key, (completion, drawn) in ran.items():

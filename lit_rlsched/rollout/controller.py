@@ -127,19 +127,23 @@ class RolloutController:
             lengths.start_round()
         samples = [Sample(g, c) for g in groups for c in g.completions]
         self._progress = Progress(groups, patient=rule.patience is not None)
+        self.state.waiting = {group.id for group in rule.waiting(groups)}
+        due = sum(not self._waits(sample) for sample in samples)
+        self._told: set[str] = set()
         self._came_finished: list[Sample] = []
         self._complete_groups: list[Group] = []
         """Complete groups that `feedback.more` is not asked about yet."""
         try:
             beside = verify
-            if not has_drafts(groups) or self._intervenes(len(samples)):
+            if not has_drafts(groups) or self._intervenes(due):
                 beside = None
                 if verify is not None:
                     verify.alone(groups)
                 samples = self._unfinished(samples)
-            waits = self.worker.may_wait(len(samples))
+            due = sum(not self._waits(sample) for sample in samples)
+            waits = self.worker.may_wait(due)
             self._probe = self.probe_tokens if lengths is not None and waits else 0
-            self.intervenes = self._intervenes(len(samples))
+            self.intervenes = self._intervenes(due, len(samples))
             self.worker.start_round(
                 take_turns=not rule.discards(self.state),
                 ahead=not self.intervenes,
@@ -173,6 +177,8 @@ class RolloutController:
                 self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
             yield from self._replace()
+            if rule.reorders:
+                self._tell(rule.settle(self.state.planned, self.state)[0])
         finally:
             self.worker.abort()
             self.scorer.cancel()
@@ -213,15 +219,31 @@ class RolloutController:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
         return {} if self.lengths is None else self.lengths.end_round()
 
-    def _intervenes(self, completions: int) -> bool:
-        """Return whether this loop may change, between two steps, what other completions decode."""
+    def _waits(self, sample: Sample) -> bool:
+        """Return whether a completion only uses a free slot in this round."""
+        return sample.group.id in self.state.waiting
+
+    def _tell(self, groups: Iterable[Group]) -> None:
+        """Call the hooks with complete groups that this round is certain to train on."""
+        for group in groups:
+            if group.complete and group.id not in self._told:
+                self._told.add(group.id)
+                for completion in group.completions:
+                    self._on_completion(completion)
+                self._on_group(group)
+
+    def _intervenes(self, completions: int, waiting: int = 0) -> bool:
+        """Return whether this loop may change, between two steps, what other completions decode.
+
+        `waiting` counts those that only use free slots, too.
+        """
         if self._feedback.more or (self.turns is not None and self.turns.tool_steps is not None):
             return True
         worker = self.worker
         if self._lengths is not None and worker.may_wait(completions):
             return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
-        crowded = worker.may_wait(completions + worker.drafts)
+        crowded = worker.may_wait(max(waiting, completions + worker.drafts))
         return crowded and (stops or worker.admission.pauses)
 
     def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
@@ -248,18 +270,17 @@ class RolloutController:
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)
-            if sample.completion.scored:
-                self.scorer.read(sample.completion)
-            else:
+            if not self._waits(sample):
                 self.scorer.submit(sample.group, sample.completion)
-        self._came_finished += finished
+                self._came_finished.append(sample)
         return [sample for sample in samples if not sample.completion.finished]
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
             if any(c is completion for c in self.state.stopped.get(group.id, ())):
                 continue  # the group was stopped without it
-            self._on_completion(completion)
+            if not self._rule.reorders:
+                self._on_completion(completion)
             enough = self._rule.enough(group, self.state)
             if enough is not None:
                 yield from self._stop(group, enough)
@@ -268,7 +289,10 @@ class RolloutController:
 
     def _complete(self, group: Group) -> Iterator[Group]:
         """Yield a complete group, at once unless another may take its place."""
-        if self._feedback.more is None:
+        if self._rule.reorders:
+            self._tell(self._rule.final_groups(self.state))
+            yield group
+        elif self._feedback.more is None:
             self._on_group(group)
             yield group
         else:
@@ -284,8 +308,20 @@ class RolloutController:
             self._on_group(group)
             if self._feedback.more and (another := self._feedback.more(group)):
                 self._progress.add(another)
+                others = self._make_way()
                 self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
+                self.worker.submit(others)
             yield group
+
+    def _make_way(self) -> list[Request]:
+        """Take completions of later rounds out of their slots; they go on once others are free."""
+        later = [name for name, (_, request) in self._live.items() if request.later]
+        self._take(self.worker.abort(later))
+        for name in later:
+            sample, request = self._live[name]
+            request = replace(request, prefix_ids=sample.completion.token_ids[:])
+            self._live[name] = sample, request
+        return [self._live[name][1] for name in later]
 
     def _react(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Do what must happen before the next step, and yield groups that complete."""
@@ -303,7 +339,8 @@ class RolloutController:
     def _await(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Wait for scores that change what decodes, and stop groups that need no more."""
         stop, more = self._feedback.stop, self._feedback.more
-        for group in {sample.group.id: sample.group for sample in finished}.values():
+        due = {s.group.id: s.group for s in finished if not self._waits(s)}
+        for group in due.values():
             decodes = self._progress.undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
@@ -365,14 +402,18 @@ class RolloutController:
                 ),
                 sampling=sample.group.sampling,
                 prefix_ids=sample.completion.token_ids[:],
-                pause_at=probe if len(sample.completion.token_ids) < probe else None,
+                pause_at=None
+                if self._waits(sample) or len(sample.completion.token_ids) >= probe
+                else probe,
+                later=self._waits(sample),
                 returns=tools and sample.completion.drawn > 0,
             )
             for sample in samples
         ]
         self._live |= {r.id: (sample, r) for sample, r in zip(samples, requests, strict=True)}
         if self._lengths is not None:
-            self._expect([r for r, q in zip(samples, requests, strict=True) if q.pause_at is None])
+            probed = zip(samples, requests, strict=True)
+            self._expect([s for s, r in probed if r.pause_at is None and not r.later])
         self.worker.submit(self._live[r.id][1] for r in requests)
 
     def _expect(self, samples: Sequence[Sample]) -> None:
@@ -411,13 +452,14 @@ class RolloutController:
         if self.turns is None:
             for sample in samples:
                 del self._live[sample.id]
+        due = [sample for sample in samples if not self._waits(sample)]
         if lengths is not None:
-            lengths.observe([sample for sample in samples if not sample.completion.dropped])
+            lengths.observe([sample for sample in due if not sample.completion.dropped])
             if lengths.revises:
-                self._revise(samples)
-        progress, turn = self._progress, self.worker.trace.decode_steps
+                self._revise(due)
         for sample in samples:
-            progress.count(sample, turn)
+            self._count(sample)
+        for sample in due:
             completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"

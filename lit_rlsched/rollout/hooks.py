@@ -16,6 +16,8 @@ class RoundHooks:
     Each round has its own object. What the attributes say is read after `planned`.
     """
 
+    rounds: int | None = None
+    """Number of rounds until training ends, with this one; read before `planned`."""
     stop: EarlyStop | None = None
     """Stops groups that need no more completions."""
     max_num_gen_batches: int = 1

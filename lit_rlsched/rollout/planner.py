@@ -98,9 +98,13 @@ class RoundPlanner:
         if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source
 
-    def plan(self, rule: RoundRule) -> list[Group]:
-        """Return the groups of the next round."""
-        return self._plan(rule, self._ahead)
+    def plan(self, rule: RoundRule, rounds: int | None = None) -> list[Group]:
+        """Return the groups of the next round, after which training goes on for `rounds - 1`."""
+        taken = self._ahead
+        for domain, n in rule.draws(self._besides(taken)):
+            most = n if rounds is None else rule.reach(rounds) - len(self.pool)
+            self._draw(max(0, min(n, most)), domain, rule, taken)
+        return [group.copy() for group in rule.plan(self._besides(taken))]
 
     def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
         """Return the groups of later rounds that are known before the planned one begins.
@@ -120,11 +124,6 @@ class RoundPlanner:
             self.later = [group.id for group in drawn if group.id not in self.following]
         copies = {group.id: group.copy() for group in self.pool}
         return [copies[name] for name in self.following]
-
-    def _plan(self, rule: RoundRule, taken: Collection[str]) -> list[Group]:
-        for domain, n in rule.draws(self._besides(taken)):
-            self._draw(n, domain, rule, taken)
-        return [group.copy() for group in rule.plan(self._besides(taken))]
 
     def follow(self) -> list[Group]:
         """Let the next rounds have the groups of `plan_following`; return the others."""

@@ -73,11 +73,12 @@ class RoundInProgress:
         self._planner = planner = runner.planner
         self._session = session
         self.rule, self.number, self.version = rule, number, version
-        self.groups = planner.plan(rule)
+        self.groups = planner.plan(rule, hooks.rounds)
         before = put_off_old(self.groups, version, rule)
         self._stale = restart_stale(self.groups, version, rule)
         self._hooks = hooks
-        hooks.planned(self.groups)
+        waiting = {group.id for group in rule.waiting(self.groups)}
+        hooks.planned([group for group in self.groups if group.id not in waiting])
         self._drafts, self._verifying = DraftAudit(), 0.0
         self._begun: dict[str, int] = {}
         self._metrics: dict[str, float] = {}
@@ -134,7 +135,9 @@ class RoundInProgress:
         if drawn is not None:
             self.groups.append(drawn)
             self._stale.extend(restart_stale([drawn], self.version, self.rule))
+            before = put_off_old([drawn], self.version, self.rule)
             self._verify([drawn])
+            give_scores_back(before)
         return drawn
 
     def decode(self) -> None:

@@ -86,9 +86,9 @@ class Scorer:
         completion.text = completion.text or self.decode(completion.own_ids)
 
     def submit(self, group: Group, completion: Completion) -> None:
-        """Start scoring a finished completion."""
+        """Start scoring a finished completion; one that has its scores keeps them."""
         completion.text = self.decode(completion.own_ids)
-        if completion.dropped or not self.scores:
+        if completion.scored or completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
         job_id = f"{group.id}/{completion.index}"
@@ -183,7 +183,8 @@ class Scorer:
         """Yield completions scored since the last call; scores are set as each one is reached."""
         unscorable, self._unscorable = self._unscorable, []
         for group, completion in unscorable:
-            completion.scores = [None] * len(self.scheduler.names)
+            if not completion.scored:
+                completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
         known, self._known = self._known, []
         for job in (*known, *self._note_ahead(self.scheduler.poll())):

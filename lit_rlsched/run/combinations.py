@@ -105,6 +105,15 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
     return when(applies, rule=type(rule).__name__, other=other)
 
 
+def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
+    """What lets rewards decide which prompts are in time, where prompts may overtake others."""
+    selection = schedule.selection
+    who = "`DynamicSampling`" if schedule.max_num_gen_batches > 1 else ""
+    if selection is not None and selection.reward_range is not None:
+        who = "`DownSampling(early_stop=True)`"
+    return when(schedule.rule.reorders and who, who=who)
+
+
 def _with_tools(schedule: Schedule, facts: RunFacts) -> Found:
     """The first setting that makes or keeps drafts, or changes weights within a turn."""
     names = ("DrainFilling", "AheadRollout", "InFlightUpdates")
@@ -151,6 +160,19 @@ COMBINATIONS: Sequence[Combination] = [
         "DrainFilling",
         "With `AheadRollout` free slots begin the next round already, or the round after it is "
         "drawn as a whole. Remove one of them.",
+    ),
+    Combination(
+        "{who}",
+        "a window in which prompts overtake others",
+        "what completions say would decide which prompts are in time. Use "
+        "`RolloutWindow(overtake=0)`, or leave {who} out.",
+        _decided_by_rewards,
+    ),
+    both(
+        "AsyncRollout",
+        "StreamedTraining",
+        "A round is drawn before the update that it would be part of begins. Remove one of them, "
+        "or use `RolloutWindow`.",
     ),
     both(
         "DynamicSampling",

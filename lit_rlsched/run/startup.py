@@ -206,7 +206,9 @@ class Startup:
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
         answers = settings.evaluation.num_generations + settings.evaluation.greedy
         generations, rule = num_generations or settings.num_generations, self._schedule.rule
-        prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
+        chosen = self._slots.slots is not None or self._slots.memory_budget is not None
+        most = rule.most_prompts() if chosen else rule.slot_prompts()
+        prompts, held_out = (-(-n // engines) for n in (most, held_out))
         each = self._slots.engine_slots(
             engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             max(prompts * rule.launched(generations), held_out * answers),

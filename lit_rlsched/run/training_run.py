@@ -348,6 +348,7 @@ class TrainingRun:
         """Return the `Drawing` of a round under the current weights."""
         trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
+        left = limits.rounds_left if limits is not None else 1
         return Drawing(
             self.session,
             self.startup.policy,
@@ -355,7 +356,8 @@ class TrainingRun:
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
-            lambda: limits is not None and not limits.is_last_round,
+            lambda: left is None or left > 1,
+            left if left is None or number == self.num_rounds else left - 1,
         )
 
     def end_round(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The interface of round rules: which prompts a round decodes, when it ends, what remains."""
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class RoundState:
     """Completions that were removed from each group because it had `enough`."""
     patient: bool = False
     """Whether the round still waits for the scores of the groups decoded first."""
+    waiting: set[str] = field(default_factory=set)
+    """Ids of groups that only use free slots; see `RoundRule.waiting`."""
     final: int = 0
     """Length of the prefix of `decoded` whose order is final: the groups of earlier steps."""
 
@@ -57,6 +60,9 @@ class RoundRule(ABC):
     """Whether a group may have `enough` while some of its completions still decode."""
     keeps_drafts = False
     """Whether deferred completions keep their tokens as drafts that a later round verifies."""
+    reorders = False
+    """Whether a group may be decoded and scored and wait for a later round all the same. Hooks are
+    called with it in the round that trains on it."""
     patience: float | None = None
     """Longest time per round, in seconds, to wait for the scores of the groups decoded first. After
     that, later groups may take their places. `None`: the end does not depend on scores."""
@@ -90,6 +96,17 @@ class RoundRule(ABC):
             UsageError: names the prompt or the domain, and the fix.
         """
 
+    def reach(self, rounds: int) -> int:
+        """Prompts that are worth to have in the pool if training ends after so many rounds."""
+        return sys.maxsize
+
+    def waiting(self, planned: Sequence[Group]) -> Sequence[Group]:
+        """Groups that only use free slots in this round, and are trained on in a later one.
+
+        They are not scored, and nothing that they say stops, replaces or teaches anything.
+        """
+        return ()
+
     def is_long(self, planned: Sequence[Group]) -> bool:
         """Whether this round waits for prompts that were deferred by earlier ones."""
         return False
@@ -113,6 +130,10 @@ class RoundRule(ABC):
     @abstractmethod
     def most_prompts(self) -> int:
         """Maximum number of prompts that a round decodes."""
+
+    def slot_prompts(self) -> int:
+        """Prompts whose completions all have a slot, where `MicroGroupSampling` sets none."""
+        return self.most_prompts()
 
     def check_enough(self, prompts: int) -> None:
         """Refuse a data set that cannot fill a round.

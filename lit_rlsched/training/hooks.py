@@ -36,6 +36,8 @@ class Drawing:
     """Called with its groups before they are drawn."""
     goes_on: Callable[[], bool]
     """Whether another round follows."""
+    rounds: int | None = None
+    """Number of rounds until training ends, with this one."""
 
     @property
     def rule(self) -> RoundRule:
@@ -57,6 +59,7 @@ class TrainerHooks(RoundHooks):
         self, how: Drawing, drafts: Drafts, salt: str, divisor: tuple[int, int] | None = None
     ) -> None:
         self._how, self._drafts, self._salt, self._divisor = how, drafts, salt, divisor
+        self.rounds = how.rounds
         self.stream: GradientStream | None = None
         """Gradients of groups that are ready while others decode."""
 
