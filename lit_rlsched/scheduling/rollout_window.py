@@ -1,4 +1,4 @@
-"""A window of prompts in flight: which of them a round trains on, and what becomes of the others."""
+"""A window of prompts in flight: which of them a round trains on, what becomes of the others."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
