@@ -1,17 +1,23 @@
 """Record what runs do, schedule by schedule, and compare two recordings bit for bit.
 
-`record_schedules.py record OUT [--only NAME ...] [--engine transformers|vllm] [--seed N]` writes
-one JSON file per schedule. `record_schedules.py compare OLD NEW [--renamed old=new ...]` prints for
-each schedule `equal` or the first difference, and exits with 1 if there is any. For changes of the
-code that must not change what it does: record before, record after, compare.
+`record_schedules.py record OUT [--only NAME ...] [--engine vllm] [--seed N] [--ranks N]` writes one
+JSON file per schedule; `compare OLD NEW` prints for each whether it is equal or where it differs,
+and exits with 1 if any does. For changes of the code that must not change what it does: record
+before, record after, compare. CPUs round differently: both on one machine. `against REVISION` makes
+both and compares them; it keeps those of the revision in `runs/recordings`.
 
-Each schedule runs for five rounds, once from beginning to end and once in pieces: it is stopped by
+`--renamed OLD=NEW` is another name of a metric, a column or a file (`OLD=`: it is gone). `--as
+OLD=NEW` compares a schedule before with another one after, by `--keys` such as `completions
+versions weights overtaken`. `--noise OLD=NEW` records (`against`: the revision) with another name
+of the noise, since seeds are hashes of names.
+
+Each schedule runs once from beginning to end and, with one rank, once in pieces: it is stopped by
 SIGTERM at the places in `Schedule.stops` and resumed from the checkpoint of `RoundCheckpoint`. The
 task is a small one, a random model of two layers that is rewarded for digits: the quick task's own
 model is too slow for this many runs, and a random one earns no reward there.
 
 Only the public interface is used, so that this file and `schedules.py` run on the code before and
-after a change.
+after a change. A schedule that the code does not have is skipped.
 """
 
 import os
@@ -23,13 +29,20 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +54,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from schedules import ROWS, SCHEDULES, SETTINGS, Schedule, coin, digits
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lit_rlsched import RolloutDataModule, engines
-from lit_rlsched.callbacks import (
-    CompletionWriter,
-    RNGState,
-    RolloutCallback,
-    RolloutLogger,
-    RoundCheckpoint,
-)
+from lit_rlsched import RolloutDataModule, callbacks, engines, types
 from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.settings import UsageError
 
-ROUNDS = 5
-TIMED = re.compile(
-    r"^time/|seconds|per_second|/bubble_ratio$|^rollout/ahead_steps$|^streamed_training/"
-)
+TIMED = re.compile("^time/|seconds|per_second|/bubble_ratio$|ahead_steps$|^streamed_training/")
 """Metrics that follow the clock. Only their names are recorded."""
-LEFT_OUT_OF_TRACES = ("start", "end", "seconds")
-"""Columns of a trace that are times."""
+OF_COMPLETIONS = (
+    *("index", "token_ids", "text", "finish_reason", "segments", "scores", "extra", "logged"),
+    *("dropped", "advantage", "attempts", "logprobs", "old_logprobs", "ref_logprobs", "draft"),
+)
+PARTS = {
+    "completions": ("index", "token_ids", "logprobs", "finish_reason", "text", "scores"),
+    "versions": ("index", "segments"),
+}
+"""Keys to compare by: what of each completion of a round."""
 
 
 def make_model(folder: Path) -> str:
@@ -87,45 +98,68 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
-class Recorder(RolloutCallback):
-    """Writes down what a run does; what it has so far is in the checkpoint."""
+class Recorder(callbacks.RolloutCallback):
+    """Writes down what a run does, and stops it by SIGTERM at a place such as `completion 1 5`.
 
-    def __init__(self) -> None:
-        self.record: dict[str, Any] = {"plans": [], "rounds": [], "metrics": [], "left_out": []}
-        self.record |= {"weights": [], "hooks": []}
+    What it has so far is in the checkpoint.
+    """
+
+    def __init__(self, stop: str | None) -> None:
+        keys = ("plans", "rounds", "metrics", "left_out", "weights", "syncs", "hooks")
+        self.record: dict[str, Any] = {key: [] for key in keys}
         self._ended: dict[str, Counter[str]] = {"completions": Counter(), "groups": Counter()}
+        event, number, times = [*(stop or "never 0").split(), "1"][:3]
+        self.place, self.times, self.stopped = (event, int(number)), int(times), False
+
+    def at(self, event: str) -> None:
+        if (event, len(self.record["plans"]) - 1) == self.place:
+            self.times -= 1
+            if self.times == 0:
+                self.stopped = True
+                signal.raise_signal(signal.SIGTERM)  # handled before this returns
+
+    def watch(self, engine: Any) -> None:
+        """Note each time that the engine gets weights: their version, rounds begun."""
+        for name in {"sync_weights", "update_weights"} & set(dir(engine)):
+            setattr(engine, name, partial(self._sync, getattr(engine, name)))
+
+    def _sync(self, give: Callable[..., None], weights: Any, version: int) -> None:
+        if (sync := [version, len(self.record["plans"])]) not in self.record["syncs"]:
+            self.record["syncs"].append(sync)
+        give(weights, version)
 
     def note(self, metrics: dict[str, float], step: int | None) -> None:
         """What loggers get."""
         left_out = {name for name in metrics if TIMED.search(name)}
         self.record["left_out"] = sorted(left_out.union(self.record["left_out"]))
-        kept = {name: value for name, value in sorted(metrics.items()) if name not in left_out}
+        kept = {k: float(v) for k, v in sorted(metrics.items()) if k not in left_out}
         self.record["metrics"].append({"step": step, **kept})
 
     def on_round_start(self, trainer, pl_module, plan):
         self._ended["groups"].clear()
         del self.record["plans"][len(self.record["rounds"]) :]  # begun once more after a stop
-        self.record["plans"].append([describe_group(group) for group in plan])
+        self.record["plans"].append([describe(group) for group in plan])
 
     def on_completion_end(self, trainer, pl_module, completion):
         self._ended["completions"][_drawn(completion)] += 1
+        self.at("completion")
 
     def on_group_end(self, trainer, pl_module, group):
         self._ended["groups"][group.id] += 1
 
     def on_round_end(self, trainer, pl_module, round):
-        groups = [describe_group(group) for group in round.groups]
-        self.record["rounds"].append(
-            {"number": round.number, "version": round.version, "groups": groups}
-        )
+        groups = [describe(group) for group in round.groups]
+        about = {"number": round.number, "version": round.version}
+        self.record["rounds"].append({**about, "groups": groups})
         # Hooks come when scores come: what loses a race may have none, and what waits in a pool may
         # get its own in an earlier round. So only what is here, in this order, since the run began.
-        here = {
-            "completions": [_drawn(c) for group in round.groups for c in group.completions],
-            "groups": [group.id for group in round.groups],
-        }
-        times = {name: [self._ended[name][key] for key in keys] for name, keys in here.items()}
-        self.record["hooks"].append({"round": round.number, **times})
+        drawn = [_drawn(c) for group in round.groups for c in group.completions]
+        times = [self._ended["completions"][key] for key in drawn]
+        self.record["hooks"].append([times, [self._ended["groups"][g.id] for g in round.groups]])
+        self.at("round_end")
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.at("step")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         weights, step = self.record["weights"], trainer.global_step
@@ -133,58 +167,32 @@ class Recorder(RolloutCallback):
             weights.pop()
         weights.append([step, hash_of_weights(pl_module)])
 
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.at("epoch_end")
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.at("validation")
+
     def state_dict(self):
         return {"record": json.dumps(self.record)}
 
     def load_state_dict(self, state_dict):
-        self.record = json.loads(state_dict["record"])
+        self.record |= json.loads(state_dict["record"])
 
 
 class RecordingLogger(Logger):
     """Hands what is logged to the recorder."""
 
+    name, version = "recording", 0
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    name, version = "recording", 0
-
     def log_metrics(self, metrics, step=None):
-        self.recorder.note({name: float(value) for name, value in metrics.items()}, step)
+        self.recorder.note(metrics, step)
 
     def log_hyperparams(self, *args, **kwargs):
         pass
-
-
-class Stop(RolloutCallback):
-    """Sends SIGTERM to its own process at a place such as `completion 1 5`."""
-
-    def __init__(self, place: str, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.event, number, times = [*place.split(), "1"][:3]
-        self.number, self.times, self.seen, self.reached = int(number), int(times), 0, False
-
-    def _at(self, event: str) -> None:
-        number = len(self.recorder.record["plans"]) - 1
-        if event == self.event and number == self.number and not self.reached:
-            self.seen += 1
-            if self.seen == self.times:
-                self.reached = True
-                signal.raise_signal(signal.SIGTERM)  # handled before this returns
-
-    def on_completion_end(self, trainer, pl_module, completion):
-        self._at("completion")
-
-    def on_round_end(self, trainer, pl_module, round):
-        self._at("round_end")
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self._at("step")
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self._at("epoch_end")
-
-    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self._at("validation")
 
 
 def hash_of_weights(module: torch.nn.Module) -> str:
@@ -198,55 +206,53 @@ def _drawn(completion: Any) -> str:
     return json.dumps([completion.index, list(completion.token_ids), list(completion.logprobs)])
 
 
-def describe(completion: Any) -> dict[str, Any]:
-    """All of a completion that is deterministic. JSON writes numbers so that they read back."""
-    c = completion
-    draft = c.draft and [list(c.draft.token_ids), list(c.draft.logprobs), c.draft.versions[0]]
-    return {
-        "index": c.index,
-        "token_ids": list(c.token_ids),
-        "text": c.text,
-        "finish_reason": c.finish_reason,
-        "version_spans": [list(span) for span in c.segments],
-        "scores": c.scores,
-        "extra": c.extra,
-        "logged": c.logged,
-        "dropped": c.dropped,
-        "advantage": c.advantage,
-        "attempts": c.attempts,
-        "logprobs": list(c.logprobs),
-        "old_logprobs": c.old_logprobs and list(c.old_logprobs),
-        "ref_logprobs": c.ref_logprobs and list(c.ref_logprobs),
-        "draft": draft,
-    }
+def describe(group: Any) -> dict[str, Any]:
+    """All of a group that is deterministic, as it is now."""
+    of_group = {name: getattr(group, name) for name in ("id", "deferred")}
+    of_prompt = {name: getattr(group.prompt, name) for name in ("uid", "text", "token_ids")}
+    drawn = [{name: getattr(c, name) for name in OF_COMPLETIONS} for c in group.completions]
+    found = {**of_group, "prompt": of_prompt, "completions": drawn}
+    return json.loads(json.dumps(found, default=_as_json))
 
 
-def describe_group(group: Any) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "uid": group.prompt.uid,
-        "prompt": group.prompt.text,
-        "prompt_ids": list(group.prompt.token_ids),
-        "deferred": group.deferred,
-        "completions": [describe(completion) for completion in group.completions],
-    }
+def _as_json(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, array) else list(asdict(value).values())
 
 
-def read_traces(folder: Path) -> dict[str, Any]:
-    """What ran when, counted in steps."""
-    traces, tables = Traces(folder), {}
+def overtaken(record: dict[str, Any]) -> list[list[Any]]:
+    """Of each group, in the order of the data: its id, its round, how many later ones came first.
+
+    The round is `None` for a group that was not trained on by the end.
+    """
+    rounds = [[group["id"] for group in round["groups"]] for round in record["rounds"]]
+    plans = [[group["id"] for group in plan] for plan in record["plans"]]
+    order = list(dict.fromkeys(name for names in (*plans, *rounds) for name in names))
+    trained = {name: number for number, names in enumerate(rounds) for name in names}
+    found = []
+    for i, name in enumerate(order):
+        before = range(trained.get(name, len(rounds)))
+        found.append(
+            [name, trained.get(name), sum(trained.get(n) in before for n in order[i + 1 :])]
+        )
+    return found
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """What a run has written: completions, what ran when (counted in steps), names of files."""
+    traces, tables = Traces(folder / "traces"), {}
     for name in ("spans", "steps", "updates"):
         columns = traces.table(name).to_pydict()
-        kept = {k: v for k, v in sorted(columns.items()) if k not in LEFT_OUT_OF_TRACES}
+        kept = {k: v for k, v in sorted(columns.items()) if k not in ("start", "end", "seconds")}
         if kept:
             tables[name] = kept
-    return tables
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    files = {name for name in files if Path(name).suffix not in (".parquet", "")}
+    rows = {
+        name: [json.loads(line) for line in (folder / name).read_text("utf-8").splitlines()]
+        for name in ("completions.jsonl", "predictions.jsonl")
+        if name in files
+    }
+    return {**rows, "traces": tables, "files": sorted(files)}
 
 
 def run(
@@ -255,39 +261,39 @@ def run(
     """The record of one run, stopped and resumed at each of `stops` on its way."""
     ckpt_path: Path | None = None
     stopped_at = []
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     for place in (*stops, None):
         seed_everything(seed, verbose=False)
-        decoder: Any = {"transformers": "TransformersEngine", "vllm": "VLLMEngine"}[engine]
-        decoder = getattr(engines, decoder)()
+        kinds = {"transformers": "TransformersEngine", "vllm": "VLLMEngine"}
+        decoder: Any = getattr(engines, kinds[engine])()
+        if schedule.own_process or ranks > 1:
+            decoder = engines.ProcessEngine(decoder)
         settings: dict[str, Any] = SETTINGS | schedule.data
         if schedule.held_out:
             settings["val_data"] = ROWS[42:]
             settings["predict_data"] = [{"prompt": row["prompt"]} for row in ROWS[40:44]]
-        data = RolloutDataModule(
-            ROWS[:42],
-            [{"digits": digits, "coin": coin}[settings.pop("reward_funcs", "digits")]],
-            engine=engines.ProcessEngine(decoder) if schedule.own_process else decoder,
-            **settings,
-        )
+        reward = {"digits": digits, "coin": coin}[settings.pop("reward_funcs", "digits")]
+        data = RolloutDataModule(ROWS[:42], [reward], engine=decoder, **settings)
         steps = settings.get("steps_per_round", 1) * settings.get("num_iterations", 1)
         steps = schedule.trainer.get("limit_train_batches", steps)
-        recorder, checkpoints = Recorder(), RoundCheckpoint(max_share=1e-9)
-        stop = [] if place is None else [Stop(place, recorder)]
+        recorder, checkpoints = Recorder(place), callbacks.RoundCheckpoint(max_share=1e-9)
+        recorder.watch(decoder)
         trainer = Trainer(
             accelerator="cpu",
-            max_steps=ROUNDS * steps,
+            devices=ranks,
+            strategy="ddp" if ranks > 1 else "auto",
+            max_steps=schedule.rounds * steps,
             log_every_n_steps=1,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=folder,
             logger=RecordingLogger(recorder),
             callbacks=[
-                RNGState(),
+                callbacks.RNGState(),
                 *schedule.callbacks(),
-                RolloutLogger(num_completions=1000),
-                CompletionWriter(),
+                callbacks.RolloutLogger(num_completions=1000),
+                callbacks.CompletionWriter(),
                 recorder,
-                *stop,
                 checkpoints,
             ],
             **{"num_sanity_val_steps": 0, **schedule.trainer},
@@ -296,7 +302,7 @@ def run(
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         except SIGTERMException:
-            if not (stop and stop[0].reached):
+            if not recorder.stopped:
                 raise RuntimeError("SIGTERM came from elsewhere: record once more.") from None
             stopped_at.append([place, trainer.global_step, checkpoints.last_path.name])
             ckpt_path = checkpoints.last_path
@@ -306,59 +312,89 @@ def run(
         trainer.test(module, datamodule=data, verbose=False)
         trainer.predict(module, datamodule=data, return_predictions=False)
     if stops:
-        del recorder.record["hooks"]  # some were called before a stop
+        del recorder.record["hooks"], recorder.record["syncs"]  # some were called before a stop
     return {
         "stopped_at": stopped_at,
         "rounds_over": data.run.rounds_over,
         "weights_at_end": hash_of_weights(module),
         **recorder.record,
-        "completions.jsonl": read_rows(folder / "completions.jsonl"),
-        "predictions.jsonl": read_rows(folder / "predictions.jsonl"),
-        "traces": read_traces(folder / "traces"),
-        "files": sorted(
-            path.relative_to(folder).as_posix()
-            for path in folder.rglob("*")
-            if path.suffix not in (".parquet", "")
-        ),
+        "overtaken": overtaken(recorder.record),
+        **read_folder(folder),
     }
 
 
+def run_ranks(ranks: int, folder: Path, *how: Any) -> dict[str, Any]:
+    """The record of rank 0. Ranks are forks of this process, which has trained nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            recorded = run(*how)
+            if rank == 0:
+                (folder / "rank_0.json").write_text(json.dumps(recorded), encoding="utf-8")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert not any(codes), f"exit codes of the ranks: {codes}"
+    return json.loads((folder / "rank_0.json").read_text("utf-8"))
+
+
 def record_schedule(
-    name: str, out: Path, model: str, engine: str = "transformers", seed: int = 1
-) -> Path:
-    """Run a schedule both ways and write the file."""
+    name: str, out: Path, model: str, engine: str = "transformers", seed: int = 1, ranks: int = 1
+) -> dict[str, Any]:
+    """Run a schedule whole and in pieces, and write the file."""
     schedule = SCHEDULES[name]
-    recorded: dict[str, Any] = {"schedule": name, "engine": engine, "seed": seed}
-    kinds: dict[str, tuple[str, ...]] = {"whole": ()}
-    if schedule.stops:
-        kinds["resumed"] = schedule.stops
+    recorded: dict[str, Any] = {"schedule": name, "engine": engine, "seed": seed, "ranks": ranks}
+    kinds = {"whole": (), "resumed": schedule.stops} if ranks == 1 else {"whole": ()}
     for kind, stops in kinds.items():
-        with tempfile.TemporaryDirectory() as folder:
-            recorded[kind] = run(schedule, model, Path(folder), engine, seed, stops)
+        if kind == "whole" or stops:
+            with tempfile.TemporaryDirectory() as folder:
+                how = (schedule, model, Path(folder, "run"), engine, seed, stops)
+                recorded[kind] = run(*how) if ranks == 1 else run_ranks(ranks, Path(folder), *how)
+    whole, resumed = recorded["whole"], recorded.get("resumed", recorded["whole"])
     ours = ("rounds", "weights", "weights_at_end", "completions.jsonl", "metrics")
-    recorded["resumed_differs_in"] = [
-        key
-        for key in ours
-        if schedule.stops and [*differences(recorded["whole"][key], recorded["resumed"][key])]
-    ]
+    differ = [key for key in ours if [*differences(whole[key], resumed[key])]]
+    recorded["resumed_differs_in"] = differ
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(recorded, indent=0), encoding="utf-8")
-    return path
+    (out / f"{name}.json").write_text(json.dumps(recorded, indent=0), encoding="utf-8")
+    return recorded
 
 
-def record(out: Path, names: list[str] | None, engine: str = "transformers", seed: int = 1) -> None:
-    """Record schedules, all of them or, on vLLM, a few by default."""
-    names = names or [n for n, s in SCHEDULES.items() if engine == "transformers" or s.vllm]
+def record(out: Path, names: list[str], engine: str, seed: int, ranks: int) -> None:
+    """Record schedules, except those that this code does not have."""
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         for name in names:
-            began, cpu = time.perf_counter(), time.process_time()
-            recorded = json.loads(record_schedule(name, out, model, engine, seed).read_text())
-            took, cpu = time.perf_counter() - began, time.process_time() - cpu
-            differs = ", ".join(recorded["resumed_differs_in"])
-            said = f"; resumed differs in {differs}" if differs else ""
-            print(f"{name}: {took:.1f} s, {cpu:.1f} s of CPU{said}", flush=True)
+            try:
+                SCHEDULES[name].callbacks()
+            except (AttributeError, TypeError, UsageError) as error:
+                print(f"{name}: skipped, {error}", flush=True)
+                continue
+            began = time.perf_counter()
+            differs = record_schedule(name, out, model, engine, seed, ranks)["resumed_differs_in"]
+            said = f"; resumed differs in {', '.join(differs)}" if differs else ""
+            print(f"{name}: {time.perf_counter() - began:.1f} s{said}", flush=True)
+
+
+def rename_noise(names: dict[str, str]) -> None:
+    """Hash other names: the seeds of all noise are hashes."""
+    hash_of = types.stable_hash
+
+    def mapped(*parts: object) -> int:
+        return hash_of(*(names.get(p, p) if isinstance(p, str) else p for p in parts))
+
+    for module in [*sys.modules.values()]:
+        if vars(module).get("stable_hash") is hash_of:
+            module.stable_hash = mapped
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -380,59 +416,131 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, 
 
 
 def rename(record: Any, names: dict[str, str]) -> Any:
-    """The record with other names of metrics, wherever they stand."""
+    """The record with other names of metrics, columns and files; what has none is left out."""
     if isinstance(record, dict):
-        return {names.get(key, key): rename(value, names) for key, value in record.items()}
+        named = {names.get(key, key): rename(value, names) for key, value in record.items()}
+        return {key: value for key, value in named.items() if key}
     if isinstance(record, list):
-        renamed = [rename(value, names) for value in record]
-        return [names.get(v, v) if isinstance(v, str) else v for v in renamed]
+        kept = [v for v in record if not isinstance(v, str) or names.get(v) != ""]
+        return [names.get(v, v) if isinstance(v, str) else rename(v, names) for v in kept]
     return record
 
 
-def compare(old: Path, new: Path, renamed: dict[str, str] | None = None) -> bool:
-    """Whether two recordings are equal; prints the first difference of each schedule."""
-    files = sorted({p.name for folder in (old, new) for p in folder.glob("*.json")})
-    equal = bool(files)
-    for name in files:
-        if missing := [str(f) for f in (old, new) if not (f / name).exists()]:
-            print(f"{Path(name).stem}: not in {missing[0]}")
+def view(run: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """What runs of two schedules may have in common: some keys, or parts of their completions."""
+    seen = {key: run[key] for key in keys if key not in PARTS}
+    for key in PARTS.keys() & set(keys):
+        seen[key] = [
+            [
+                [g["prompt"]["uid"], [[c[k] for k in PARTS[key]] for c in g["completions"]]]
+                for g in groups
+            ]
+            for groups in (round["groups"] for round in run["rounds"])
+        ]
+    return seen
+
+
+def compare(
+    old: Path,
+    new: Path,
+    renamed: dict[str, str] | None = None,
+    pairs: dict[str, str] | None = None,
+    keys: list[str] | None = None,
+) -> bool:
+    """Whether two recordings are equal; prints where each schedule differs."""
+    files = sorted({path.stem for folder in (old, new) for path in folder.glob("*.json")})
+    pairs = pairs or {name: name for name in files}
+    equal = bool(pairs)
+    for was, now in pairs.items():
+        title = was if was == now else f"{was} as {now}"
+        paths = old / f"{was}.json", new / f"{now}.json"
+        if missing := [path.parent for path in paths if not path.exists()]:
+            print(f"{title}: not in {missing[0]}")
             equal = False
             continue
-        before, after = (json.loads((f / name).read_text("utf-8")) for f in (old, new))
+        before, after = (json.loads(path.read_text("utf-8")) for path in paths)
         before = rename(before, renamed or {})
-        for kind in {"whole", "resumed"} & before.keys():  # the list is sorted by name
+        kinds = {"whole", "resumed"} & before.keys()
+        for kind in kinds:  # the list is sorted by name
             before[kind]["left_out"].sort()
+        if keys:
+            before, after = (
+                {kind: view(of[kind], keys) for kind in kinds} for of in (before, after)
+            )
         found = list(differences(before, after))
         if not found:
-            print(f"{Path(name).stem}: equal")
+            print(f"{title}: equal")
             continue
         equal = False
-        where, was, now = found[0]
-        print(f"{Path(name).stem}: {len(found)} differences, first {where}: {was!r} -> {now!r}")
+        where, one, other = found[0]
+        print(f"{title}: {len(found)} differences, first {where}: {one!r} -> {other!r}")
+        places = Counter(re.sub(r"\['(whole|resumed)'\]|\[\d+\]", "", at) for at, *_ in found)
+        for place, times in places.items() if len(places) > 1 else ():
+            print(f"    {times} in {place}")
     return equal
 
 
+def against(given: argparse.Namespace) -> bool:
+    """Record a revision, where that is still to be done, and this code; compare them."""
+    root = Path(__file__).resolve().parents[1]
+    git = ["git", "-C", str(root)]
+    commit = subprocess.check_output([*git, "rev-parse", f"{given.revision}^{{commit}}"], text=True)
+    tool = [*map(Path(__file__).with_name, ("schedules.py", "character_tokenizer.py")), __file__]
+    cpu = re.findall("model name.*", Path("/proc/cpuinfo").read_text())[:1]
+    how = [f"--engine={given.engine}", f"--seed={given.seed}", f"--ranks={given.ranks}"]
+    made_by = [commit, how, cpu, given.noise, *(Path(path).read_text("utf-8") for path in tool)]
+    kept = root / "runs" / "recordings" / hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]
+    pairs = given.pairs or {name: name for name in given.only or SCHEDULES}
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder, "new")
+        for path in tool:
+            shutil.copy(path, folder)
+        archive = subprocess.check_output([*git, "archive", commit.strip(), "lit_rlsched"])
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        old_names = [name for name in pairs if not (kept / f"{name}.json").exists()]
+        noise = ["--noise", *("=".join(names) for names in given.noise.items())]
+        sides = ((folder, kept, old_names, noise), (root, new, pairs.values(), []))
+        for code, out, names, more in sides:
+            if names:
+                print(f"What {code} does, recorded in {out}:", flush=True)
+                command = [sys.executable, Path(folder, "record_schedules.py"), "record", out, *how]
+                environ = os.environ | {"PYTHONPATH": str(code)}
+                subprocess.run([*command, *more, "--only", *names], env=environ, check=True)
+        there = [was for was, now in pairs.items() if (kept / f"{was}.json").exists()]
+        both = {was: pairs[was] for was in there if (new / f"{pairs[was]}.json").exists()}
+        return bool(both) and compare(kept, new, given.renamed, both, given.keys)
+
+
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record")
-    recording.add_argument("out", type=Path)
+    recording, comparing = (argparse.ArgumentParser(add_help=False) for _ in range(2))
     recording.add_argument("--only", nargs="+", choices=SCHEDULES, metavar="NAME")
     recording.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     recording.add_argument("--seed", type=int, default=1)
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("old", type=Path)
-    comparing.add_argument("new", type=Path)
+    recording.add_argument("--ranks", type=int, default=1)
+    recording.add_argument("--noise", nargs="*", default=[], metavar="OLD=NEW")
     comparing.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW")
+    comparing.add_argument("--as", nargs="+", default=[], metavar="OLD=NEW", dest="pairs")
+    comparing.add_argument("--keys", nargs="+")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("record", parents=[recording]).add_argument("out", type=Path)
+    comparison = commands.add_parser("compare", parents=[comparing])
+    comparison.add_argument("old", type=Path)
+    comparison.add_argument("new", type=Path)
+    commands.add_parser("against", parents=[recording, comparing]).add_argument("revision")
     given = parser.parse_args(arguments)
-    if given.command == "record":
-        torch.set_num_threads(1)
-        warnings.simplefilter("ignore")
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        record(given.out, given.only, given.engine, given.seed)
-        return 0
-    renamed = dict(pair.split("=", 1) for pair in given.renamed)
-    return 0 if compare(given.old, given.new, renamed) else 1
+    for name in {"noise", "renamed", "pairs"} & vars(given).keys():
+        setattr(given, name, dict(pair.split("=", 1) for pair in getattr(given, name)))
+    if given.command == "compare":
+        return 0 if compare(given.old, given.new, given.renamed, given.pairs, given.keys) else 1
+    if given.command == "against":
+        return 0 if against(given) else 1
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rename_noise(given.noise)
+    record(given.out, given.only or list(SCHEDULES), given.engine, given.seed, given.ranks)
+    return 0
 
 
 if __name__ == "__main__":

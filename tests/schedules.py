@@ -11,18 +11,7 @@ from lightning import LightningModule
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched.callbacks import (
-    AheadRollout,
-    DownSampling,
-    DrainFilling,
-    DynamicSampling,
-    InFlightUpdates,
-    LengthPrediction,
-    MicroGroupSampling,
-    SortedBatching,
-    StreamedTraining,
-    TailBatching,
-)
+from lit_rlsched import callbacks as c
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # else reward workers import torch
 SETTINGS = {
@@ -47,8 +36,7 @@ class Schedule:
     own_process: bool = False
     held_out: bool = False
     """Validate, and call `test` and `predict` afterwards."""
-    vllm: bool = False
-    """Whether `--engine vllm` runs it without being told to."""
+    rounds: int = 5
 
 
 class Plain(LightningModule):
@@ -74,82 +62,94 @@ FEW = {"prompts_per_round": 2, "num_generations": 3}
 """For pools of several rounds."""
 SELECTING = {"reward_funcs": "coin", "num_generations": 6}
 """Rewards of 0 and 1, so that groups stop early and prompts are replaced."""
+TAILS: dict[str, Any] = {"data": FEW | {"max_completion_length": 100}, "rounds": 8}
+"""Few completions are cut, so few end in the same step."""
+BESIDE: dict[str, Any] = TAILS | {"own_process": True}
+STREAMED: dict[str, Any] = BESIDE | {"stops": ("completion 2 3",)}
 
 SCHEDULES: dict[str, Schedule] = {
-    "plain": Schedule(vllm=True),
-    "micro_groups": Schedule(lambda: [MicroGroupSampling(slots=5)]),
-    "micro_groups_in_rounds": Schedule(lambda: [MicroGroupSampling(slots=5, refill="rounds")]),
+    "plain": Schedule(),
+    "micro_groups": Schedule(lambda: [c.MicroGroupSampling(slots=5)]),
+    "micro_groups_in_rounds": Schedule(lambda: [c.MicroGroupSampling(slots=5, refill="rounds")]),
     "micro_groups_least_attained": Schedule(
-        lambda: [MicroGroupSampling(slots=5, order="least_attained")]
+        lambda: [c.MicroGroupSampling(slots=5, order="least_attained")]
     ),
-    "micro_groups_predicted": Schedule(
-        lambda: [MicroGroupSampling(slots=5), LengthPrediction(probe_tokens=4)]
+    "micro_groups_longest_first": Schedule(
+        lambda: [c.MicroGroupSampling(slots=5), c.LengthPrediction(probe_tokens=4)]
     ),
     "micro_groups_planned": Schedule(
-        lambda: [MicroGroupSampling(slots=5, order="planned"), LengthPrediction(probe_tokens=0)]
+        lambda: [c.MicroGroupSampling(slots=5, order="planned"), c.LengthPrediction(probe_tokens=0)]
     ),
-    "sorted_on_policy": Schedule(lambda: [SortedBatching(3), MicroGroupSampling(slots=7)], FEW),
+    "sorted_on_policy": Schedule(lambda: [c.SortedBatching(3), c.MicroGroupSampling(slots=7)], FEW),
     "sorted_partial": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)], FEW, vllm=True
+        lambda: [c.SortedBatching(3, mode="partial"), c.MicroGroupSampling(slots=7)], FEW
     ),
-    "tail": Schedule(lambda: [TailBatching()], FEW),
+    "tail": Schedule(lambda: [c.TailBatching()], FEW),
     "tail_completions": Schedule(
-        lambda: [TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)], FEW
+        lambda: [c.TailBatching(completion_ratio=1.25), c.MicroGroupSampling(slots=7)], FEW
     ),
     "tail_domains": Schedule(
-        lambda: [TailBatching(1.5, per_domain={"even": 0.5, "odd": 0.5})], FEW
+        lambda: [c.TailBatching(1.5, per_domain={"even": 0.5, "odd": 0.5})], FEW
     ),
-    "tail_drafts": Schedule(lambda: [TailBatching(1.5, reuse_drafts=True)], FEW, vllm=True),
-    "tail_drafts_deferred": Schedule(lambda: [TailBatching(2.0, max_deferrals=2)], FEW),
     "down_sampling": Schedule(
-        lambda: [DownSampling(2, early_stop=True), MicroGroupSampling(slots=7)],
-        SELECTING,
-        vllm=True,
+        lambda: [c.DownSampling(2, early_stop=True), c.MicroGroupSampling(slots=7)], SELECTING
     ),
-    "dynamic_sampling": Schedule(lambda: [DynamicSampling()], SELECTING),
+    "dynamic_sampling": Schedule(lambda: [c.DynamicSampling()], SELECTING),
     "streamed": Schedule(
-        lambda: [StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
+        lambda: [c.StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
     ),
+    # A window of prompts, and before it what each of its settings takes the place of.
+    "drain": Schedule(lambda: [c.DrainFilling(), c.MicroGroupSampling(slots=7)], **TAILS),
+    "window": Schedule(
+        lambda: [c.RolloutWindow(prompts_in_flight=4), c.MicroGroupSampling(slots=7)], **TAILS
+    ),
+    "drain_streamed": Schedule(lambda: [c.DrainFilling(), c.StreamedTraining(start=0)], **STREAMED),
+    "window_streamed": Schedule(
+        lambda: [c.RolloutWindow(prompts_in_flight=4), c.StreamedTraining(start=0)], **STREAMED
+    ),
+    "tail_deferring": Schedule(lambda: [c.TailBatching(2.0, max_deferrals=8)], **TAILS),
+    "window_unbounded": Schedule(
+        lambda: [c.RolloutWindow(prompts_in_flight=4, overtake=1000)], **TAILS
+    ),
+    "ahead": Schedule(lambda: [c.AheadRollout("importance")], **BESIDE),
+    "async_one_off": Schedule(lambda: [c.AsyncRollout(1, 2, "wait")], **BESIDE),
+    "in_flight": Schedule(lambda: [c.InFlightUpdates(max_staleness=2, turns=10**6)], **BESIDE),
+    "async_waiting": Schedule(lambda: [c.AsyncRollout(2, too_old="wait")], **BESIDE),
+    "window_default": Schedule(
+        lambda: [c.RolloutWindow(), c.StreamedTraining(start=0)], **STREAMED
+    ),
+    "window_overtaking": Schedule(
+        lambda: [c.RolloutWindow(8, overtake=2), c.MicroGroupSampling(slots=7)], **TAILS
+    ),
+    "async": Schedule(lambda: [c.AsyncRollout()], **BESIDE),
     # Compositions.
     "tail_down_sampling_micro_groups_predicted": Schedule(
         lambda: [
-            TailBatching(1.5),
-            DownSampling(2, early_stop=True),
-            MicroGroupSampling(slots=7),
-            LengthPrediction(probe_tokens=4),
+            c.TailBatching(1.5),
+            c.DownSampling(2, early_stop=True),
+            c.MicroGroupSampling(slots=7),
+            c.LengthPrediction(probe_tokens=4),
         ],
         SELECTING | {"prompts_per_round": 2},
     ),
     "sorted_partial_memory_predicted": Schedule(
         lambda: [
-            SortedBatching(3, mode="partial", max_staleness=1),
-            MicroGroupSampling(memory_budget=160 * 512),
-            LengthPrediction(probe_tokens=4),
+            c.SortedBatching(3, mode="partial", max_staleness=1),
+            c.MicroGroupSampling(memory_budget=160 * 512),
+            c.LengthPrediction(probe_tokens=4),
         ],
         FEW,
     ),
     "tail_completions_dynamic": Schedule(
-        lambda: [TailBatching(completion_ratio=1.25), DynamicSampling()],
+        lambda: [c.TailBatching(completion_ratio=1.25), c.DynamicSampling()],
         SELECTING | {"prompts_per_round": 2},
     ),
-    "tail_drafts_down_sampling_dynamic": Schedule(
-        lambda: [
-            TailBatching(1.5, reuse_drafts=True),
-            DownSampling(3),
-            DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
-        ],
-        SELECTING | {"prompts_per_round": 2},
-    ),
-    "streamed_tail_drafts": Schedule(
-        lambda: [TailBatching(1.5, reuse_drafts=True), StreamedTraining(start=0)],
-        FEW,
-        own_process=True,
-        stops=("completion 2 3",),
+    "tail_streamed": Schedule(
+        lambda: [c.TailBatching(1.5), c.StreamedTraining(start=0)], **STREAMED
     ),
     # Modules and settings.
     "several_steps": Schedule(
-        lambda: [MicroGroupSampling(slots=5)],
+        lambda: [c.MicroGroupSampling(slots=5)],
         {"steps_per_round": 2, "num_iterations": 2},
         stops=("completion 1 2", "step 2 3", "epoch_end 2", "round_end 3", "step 4 1"),
     ),
@@ -158,18 +158,18 @@ SCHEDULES: dict[str, Schedule] = {
         trainer={"limit_train_batches": 1},
     ),
     "reference": Schedule(
-        lambda: [SortedBatching(3), MicroGroupSampling(slots=7)],
+        lambda: [c.SortedBatching(3), c.MicroGroupSampling(slots=7)],
         FEW,
         lambda model: GRPOModule(model, learning_rate=1e-3, beta=0.1),
     ),
     "rloo": Schedule(module=lambda model: RLOOModule(model, learning_rate=1e-3)),
     "reinforce++": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=5)],
+        lambda: [c.SortedBatching(3, mode="partial"), c.MicroGroupSampling(slots=5)],
         {"prompts_per_round": 4, "num_generations": 1, "temperature": 0.9},
         lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
     ),
     "lora": Schedule(
-        lambda: [TailBatching(1.5, reuse_drafts=True)],
+        lambda: [c.TailBatching(1.5)],
         FEW,
         lambda model: GRPOModule(model, learning_rate=1e-2, lora_rank=4, beta=0.1),
     ),
@@ -179,7 +179,7 @@ SCHEDULES: dict[str, Schedule] = {
         stops=("completion 1 2", "step 2 2", "epoch_end 2", "round_end 3"),
     ),
     "validation": Schedule(
-        lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)],
+        lambda: [c.SortedBatching(3, mode="partial"), c.MicroGroupSampling(slots=7)],
         FEW | {"val_num_generations": 2, "val_greedy": True, "val_accuracy_threshold": 0.3},
         trainer={"num_sanity_val_steps": -1, "check_val_every_n_epoch": 2},
         stops=("completion 1 2", "validation 3 2", "epoch_end 3"),
@@ -192,7 +192,7 @@ TWO_STEPS = {"steps_per_round": 2}
 RESUMED: dict[str, Schedule] = {
     **{
         name: Schedule(
-            lambda: [MicroGroupSampling(slots=6)],
+            lambda: [c.MicroGroupSampling(slots=6)],
             TWO_STEPS | {"val_greedy": name == "full"},  # greedily, few completions end early
             trainer={"max_steps": 10},
         )
@@ -203,38 +203,38 @@ RESUMED: dict[str, Schedule] = {
     "tail": Schedule(SCHEDULES["tail_completions"].callbacks, LONG),
     "drafts": Schedule(
         lambda: [
-            TailBatching(completion_ratio=1.25, reuse_drafts=True),
-            MicroGroupSampling(slots=7),
+            c.TailBatching(completion_ratio=1.25, reuse_drafts=True),
+            c.MicroGroupSampling(slots=7),
         ],
         LONG,
     ),
     "drain": Schedule(
-        lambda: [TailBatching(1.5), DrainFilling(), MicroGroupSampling(slots=7)], LONG
+        lambda: [c.TailBatching(1.5), c.DrainFilling(), c.MicroGroupSampling(slots=7)], LONG
     ),
     "losers go on": Schedule(
-        lambda: [TailBatching(2.0, max_deferrals=2), MicroGroupSampling(slots=7)], LONG
+        lambda: [c.TailBatching(2.0, max_deferrals=2), c.MicroGroupSampling(slots=7)], LONG
     ),
     "selected": Schedule(
         lambda: [
-            DownSampling(2, early_stop=True),
-            DynamicSampling(),
-            MicroGroupSampling(slots=7, order="least_attained"),
+            c.DownSampling(2, early_stop=True),
+            c.DynamicSampling(),
+            c.MicroGroupSampling(slots=7, order="least_attained"),
         ],
         SELECTING | TWO_STEPS | {"max_completion_length": 40},
     ),
     "streamed": Schedule(
-        lambda: [TailBatching(), StreamedTraining(start=0)], LONG, own_process=True
+        lambda: [c.TailBatching(), c.StreamedTraining(start=0)], LONG, own_process=True
     ),
-    "ahead": Schedule(lambda: [AheadRollout()], LONG | TWO_STEPS, own_process=True),
+    "ahead": Schedule(lambda: [c.AheadRollout()], LONG | TWO_STEPS, own_process=True),
     "ahead importance": Schedule(
-        lambda: [AheadRollout("importance")], LONG | TWO_STEPS, own_process=True
+        lambda: [c.AheadRollout("importance")], LONG | TWO_STEPS, own_process=True
     ),
     "ahead streamed": Schedule(
-        lambda: [AheadRollout(), StreamedTraining(start=0)],
+        lambda: [c.AheadRollout(), c.StreamedTraining(start=0)],
         LONG | {"num_iterations": 2, "micro_batch_tokens": 64},
         own_process=True,
     ),
-    "in flight": Schedule(lambda: [InFlightUpdates(turns=6)], LONG | TWO_STEPS, own_process=True),
+    "in flight": Schedule(lambda: [c.InFlightUpdates(turns=6)], LONG | TWO_STEPS, own_process=True),
 }
 """Of eight optimizer steps, where the Trainer is not given another number."""
 

@@ -4,7 +4,10 @@ import json
 
 import pytest
 import record_schedules
-from record_schedules import compare, differences, main, make_model, record_schedule
+from record_schedules import compare, differences, main, make_model, overtaken, record_schedule
+
+from lit_rlsched import types
+from lit_rlsched.rollout import controller
 
 pytestmark = pytest.mark.logs("share")  # by the recorder's reward function
 
@@ -15,11 +18,12 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     model = make_model(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_schedules, "ROUNDS", 2)
-        patch.setattr(record_schedules.RolloutLogger, "_draw", lambda *_: None)  # pictures
+        pictures = record_schedules.callbacks.RolloutLogger
+        patch.setattr(pictures, "_draw", lambda *_: None, raising=False)
         tiny = record_schedules.Schedule(
             data={"prompts_per_round": 2, "num_generations": 2, "max_completion_length": 6},
             stops=(),
+            rounds=2,
         )
         patch.setitem(record_schedules.SCHEDULES, "tiny", tiny)
         for name, seed in (("one", 1), ("again", 1), ("other", 2)):
@@ -39,10 +43,10 @@ def test_a_recording_repeats_and_tells_runs_apart(recorded, capsys):
     assert {"reward", "loss"} <= {name for row in found["whole"]["metrics"] for name in row}
 
 
-def write(folder, metrics, left_out=()):
-    folder.mkdir()
-    run = {"metrics": metrics, "left_out": [*left_out]}
-    (folder / "plain.json").write_text(json.dumps({"whole": run, "resumed": run}))
+def write(folder, metrics, left_out=(), name="plain", **more):
+    folder.mkdir(exist_ok=True)
+    run = {"metrics": metrics, "left_out": [*left_out], **more}
+    (folder / f"{name}.json").write_text(json.dumps({"whole": run, "resumed": run}))
     return str(folder)
 
 
@@ -63,6 +67,70 @@ def test_a_renamed_metric_is_equal_and_a_vanished_one_is_not(tmp_path):
     assert main(["compare", old, new, "--renamed", "a=c", "time/a=time/c"]) == 0
     vanished = write(tmp_path / "vanished", [{"c": 1.0}], ["time/b"])
     assert main(["compare", new, vanished]) == 1
+    assert main(["compare", new, vanished, "--renamed", "time/c="]) == 0
+
+
+def test_all_kinds_of_differences_are_listed(tmp_path, capsys):
+    old = write(tmp_path / "old", [{"a": 1.0, "b": 1.0}, {"a": 1.0}])
+    new = write(tmp_path / "new", [{"a": 2.0, "b": 2.0}, {"a": 2.0}])
+    assert main(["compare", old, new]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "    4 in ['metrics']['a']",
+        "    2 in ['metrics']['b']",
+    ]
+
+
+def round_of(*tokens, version=0):
+    drawn = dict.fromkeys(("logprobs", "finish_reason", "text", "scores"))
+    drawn |= {"index": 0, "token_ids": [*tokens], "segments": [[version, len(tokens)]]}
+    group = {"id": "a@0", "prompt": {"uid": "a"}, "completions": [drawn]}
+    return {"version": 3, "groups": [group]}
+
+
+def test_two_schedules_are_compared_by_what_they_have_in_common(tmp_path, capsys):
+    old = write(tmp_path / "old", [{"a": 1.0}], name="drain", rounds=[round_of(1, 2)])
+    new = write(tmp_path / "new", [], name="window", rounds=[round_of(1, 2, version=1)])
+    pair = ["compare", old, new, "--as", "drain=window", "--keys"]
+    assert main([*pair, "completions"]) == 0
+    assert capsys.readouterr().out == "drain as window: equal\n"
+    assert main([*pair, "completions", "versions"]) == 1
+    assert "['versions']" in capsys.readouterr().out
+    write(tmp_path / "new", [], name="window", rounds=[round_of(1, 3)])
+    assert main([*pair, "completions"]) == 1
+
+
+def test_who_was_overtaken():
+    plans = [["a", "b", "c"], ["a", "c", "d"], ["d", "e"]]
+    rounds = [["b"], ["c", "a"], ["e"]]
+    record = {
+        "plans": [[{"id": name} for name in names] for names in plans],
+        "rounds": [{"groups": [{"id": name} for name in names]} for names in rounds],
+    }
+    assert overtaken(record) == [["a", 1, 1], ["b", 0, 0], ["c", 1, 0], ["d", None, 1], ["e", 2, 0]]
+
+
+def test_a_schedule_that_the_code_does_not_have_is_skipped(tmp_path, capsys, monkeypatch):
+    for name, make in {
+        "gone": lambda c: c.Gone(),
+        "older": lambda c: c.TailBatching(old=1),
+    }.items():
+        made = record_schedules.Schedule(lambda make=make: [make(record_schedules.callbacks)])
+        monkeypatch.setitem(record_schedules.SCHEDULES, name, made)
+    record_schedules.record(tmp_path / "out", ["gone", "older"], "transformers", 1, 1)
+    gone, older = capsys.readouterr().out.splitlines()
+    assert gone.startswith("gone: skipped, ") and "Gone" in gone
+    assert older.startswith("older: skipped, ") and "old" in older
+    assert not (tmp_path / "out").exists()
+
+
+def test_noise_has_other_names(monkeypatch):
+    hash_of = types.stable_hash
+    for module in (types, controller):  # so that both are put back
+        monkeypatch.setattr(module, "stable_hash", hash_of)
+    record_schedules.rename_noise({"ahead": ""})
+    assert types.stable_hash is not hash_of
+    assert controller.stable_hash(3, "ahead", "uid", 0) == hash_of(3, "", "uid", 0)
+    assert controller.stable_hash(3, "other", "uid", 0) == hash_of(3, "other", "uid", 0)
 
 
 def test_a_schedule_without_a_recording_is_a_difference(tmp_path):
