@@ -4,15 +4,11 @@ Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simul
 """
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
-from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.async_rollout import AsyncRollout
-from lit_rlsched.callbacks.auto_schedule import AutoSchedule
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.drain_filling import DrainFilling
 from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.export_model import ExportModel
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
@@ -30,15 +26,11 @@ from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
     "AdaptiveTimeouts",
-    "AheadRollout",
     "AsyncRollout",
-    "AutoSchedule",
     "CompletionWriter",
     "DownSampling",
-    "DrainFilling",
     "DynamicSampling",
     "ExportModel",
-    "InFlightUpdates",
     "LengthPrediction",
     "MicroBatchAccumulation",
     "MicroGroupSampling",

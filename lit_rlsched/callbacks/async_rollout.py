@@ -97,7 +97,7 @@ class AsyncRollout(RolloutCallback):
             oldest_first=True,
             fewer=fewer,
         )
-        schedule.ahead = "importance"
+        schedule.ahead = True
         who = "`AsyncRollout`"
         schedule.beside_update.append(who)
         schedule.compares_logprobs[who] = "tokens are trained against"

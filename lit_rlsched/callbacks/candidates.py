@@ -9,12 +9,11 @@ from typing import Any
 
 import yaml
 
-from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.drain_filling import DrainFilling
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
@@ -84,15 +83,11 @@ def options(
     found: list[Option] = [
         (LengthPrediction, {}),
         (SortedBatching, {"mode": "partial"}),
-        (SortedBatching, {"mode": "verified"}),
         (SortedBatching, {"mode": "on_policy"}),
         (TailBatching, {}),
-        (TailBatching, {"reuse_drafts": True}),
-        (TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),
-        (DrainFilling, {}),
-        (AheadRollout, {"correction": "verify"}),
-        (AheadRollout, {"correction": "importance"}),
-        (InFlightUpdates, {} if turns is None else {"turns": turns}),
+        (RolloutWindow, {}),
+        (RolloutWindow, {"overtake": 2}),
+        (AsyncRollout, {}),
         (StreamedTraining, {}),
     ]
     if slots is not None:
@@ -102,7 +97,7 @@ def options(
     return found
 
 
-ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1)) | {"AutoSchedule"}
+ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
@@ -118,19 +113,6 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     except UsageError:
         return None
     return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
-
-
-def rule_options() -> list[tuple[Option, ...]]:
-    """Return the schedules that a run can switch between: they keep what they leave as drafts."""
-    rules: list[tuple[Option, ...]] = [
-        (),
-        ((SortedBatching, {"mode": "verified"}),),
-        ((SortedBatching, {"mode": "partial"}),),
-        ((TailBatching, {"reuse_drafts": True}),),
-        ((TailBatching, {"prompt_ratio": 1.5, "max_deferrals": 8}),),
-    ]
-    filling: Option = (DrainFilling, {})
-    return [*rules, *((*rule, filling) for rule in rules)]
 
 
 BIASED = 0.02

@@ -98,7 +98,7 @@ class Timeline(RolloutCallback):
 
     Example::
 
-        Trainer(callbacks=[AheadRollout(), Timeline()])
+        Trainer(callbacks=[AsyncRollout(), Timeline()])
     """
 
     def __init__(self, pictures_every_n_rounds: int = 20, rounds_in_picture: int = 3) -> None:

@@ -52,8 +52,6 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether `now` advances only with the engine's steps."""
     clock_offset = 0.0
     """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
-    keeps_cache = False
-    """Whether it has `update_weights`."""
     speculates = False
     """Whether it drafts and verifies tokens with `EngineSpec.drafting`."""
 
@@ -168,15 +166,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        """Load the policy's weights while requests run, which keep their caches.
-
-        The new weights draw their further tokens with keys and values of the old ones, so these are
-        draws of neither policy. Requests that are submitted later never read what the old weights
-        cached.
-        """
-        raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
-
     def policy_changes(self) -> None:
         """Note that the policy is trained from here on, before the engine has ended its round."""
 
@@ -209,7 +198,6 @@ NO_DRAFTS = DraftCounts()
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
-    keeps_cache = True
     _held: Sized
     """What each running request holds."""
     _drafts: DraftTokens | None = None
@@ -237,8 +225,12 @@ class SlotEngine(RolloutEngine):
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
-        self.update_weights(named_tensors, version)
+        self._load_weights(named_tensors, version)
         self._forget_old_weights()
+
+    @abstractmethod
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+        """Load the policy's weights."""
 
     def _forget_old_weights(self) -> None:
         if self._drafts is not None:

@@ -22,7 +22,6 @@ from lit_rlsched.settings import UsageError
 TIMED = (
     "start",
     "sync_weights",
-    "update_weights",
     "join_transfer",
     "receive_weights",
     "sleep",

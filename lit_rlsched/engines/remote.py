@@ -2,7 +2,6 @@
 
 import heapq
 from array import array
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -55,8 +54,6 @@ class RemoteWorker(EngineWorker):
         """Steps taken since it runs ahead, and steps that it may make."""
         self._limit: int | None = None
         """Number of steps beyond which none may be granted."""
-        self._late: deque[Step] = deque()
-        """Steps that were made before `suspend` and not taken."""
         self._version = 0
         self._now = 0.0
         self._known: Child | None = None
@@ -103,28 +100,6 @@ class RemoteWorker(EngineWorker):
             self._requests[request_id] = replace(request, expected=expected[request_id])
         self._tell("rekey", dict(expected))
 
-    def suspend(self, keep: bool = False) -> None:
-        try:
-            self.engine.child.call("suspend", keep, skipped=self._keep_late)
-        except EngineDied:
-            self._revive()
-            return
-        if self._going and self._limit is not None:
-            self._limit -= self._taken
-        self._going = self._pending = False
-
-    def _keep_late(self, answer: object) -> None:
-        if isinstance(answer, Step):
-            self._late.append(answer)
-
-    def resume(self, version: int) -> None:
-        self._version = version
-        if self.engine.child is self._known:
-            self._tell("resume", version)
-        else:  # the process died after `suspend`
-            self._forget_process()
-            self._set_up()
-
     def begin(self) -> int:
         """Ask for the next step, so that it runs beside those of other engines."""
         with suppress(EngineDied):  # `advance` finds out too
@@ -132,13 +107,16 @@ class RemoteWorker(EngineWorker):
         return 1
 
     def advance(self, most: int | None = None) -> Step:
-        if self._late and self._ahead:
-            self.begin()  # the process goes on meanwhile
-        if self._late:
-            step = self._late.popleft()
-            self._limit = None if self._limit is None else self._limit - 1
-        else:
-            step = self._answer()
+        while True:
+            try:
+                self._ask()
+                step: Step = self.engine.child.answer()
+                break
+            except EngineDied:
+                self._revive()
+        self._pending = False
+        self._taken += 1
+        self.engine.stepped()
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(
@@ -156,20 +134,6 @@ class RemoteWorker(EngineWorker):
                 self._forget(event.request_id)
         return step
 
-    def _answer(self) -> Step:
-        """Wait for the next step."""
-        while True:
-            try:
-                self._ask()
-                step: Step = self.engine.child.answer()
-                break
-            except EngineDied:
-                self._revive()
-        self._pending = False
-        self._taken += 1
-        self.engine.stepped()
-        return step
-
     def _ask(self) -> None:
         """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
@@ -182,7 +146,7 @@ class RemoteWorker(EngineWorker):
             self._taken = self._granted = 0
         most = self._taken + LEAD
         if self._limit is not None:
-            most = min(most, self._limit - len(self._late))
+            most = min(most, self._limit)
         more = most - self._granted
         if not self._going:
             child.ask("ahead", more)
@@ -204,14 +168,8 @@ class RemoteWorker(EngineWorker):
                 self._revive()
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or all that run or wait.
-
-        Returns:
-            Tokens that no event has reported yet; none if the worker ran ahead.
-        """
+        """Drop requests; a worker that ran ahead has no tokens that no event has reported."""
         every = request_ids is None
-        while every and self._late:
-            self._count_ahead(self._late.popleft())
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
@@ -272,7 +230,6 @@ class RemoteWorker(EngineWorker):
 
     def _forget_process(self) -> None:
         """Prepare all requests to go on in another process."""
-        self._late.clear()
         if self._going and self._limit is not None:
             self._limit -= self._taken  # of those that the new process makes
         self._going = self._halting = self._pending = False

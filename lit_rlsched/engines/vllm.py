@@ -105,7 +105,7 @@ class VLLMEngine(SlotEngine):
         super()._forget_counts()
         self._held: dict[str, Held] = {}
         self._inside: dict[str, Held] = {}  # the same under vLLM's ids
-        self._preempted, self._salt = set[str](), dict[str, str]()
+        self._preempted = set[str]()
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
@@ -168,7 +168,7 @@ class VLLMEngine(SlotEngine):
             drafting.check_sampling(requests)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
-            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
             param.extra_args = self._noise.enter(request)
             inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
             self._held[request.id] = self._inside[inside] = Held(request, inside)
@@ -252,7 +252,7 @@ class VLLMEngine(SlotEngine):
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
@@ -263,12 +263,10 @@ class VLLMEngine(SlotEngine):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
-        self._salt = {"cache_salt": str(version)}  # only requests with this salt share a cache
 
     def _forget_old_weights(self) -> None:
         super()._forget_old_weights()
         self._noise.forget()
-        self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
 

@@ -4,35 +4,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.progress import Progress
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.rollout.turns import Next, Turns
-from lit_rlsched.scheduling.ahead_rollout import (
-    FORWARD,
-    has_drafts,
-    turns_beside,
-    verified_together,
-)
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """How the drafts of a round are turned into completions."""
-
-    alone: Callable[[Sequence[Group]], None]
-    """Called with all groups, before anything is decoded."""
-    beside: Callable[[Sequence[Group]], None]
-    """Called with each part of them, while others decode and nothing else decides about them."""
-    share: float = FORWARD
-    """Share of `beside` in what the trainer computes in the round; see `turns_beside`."""
-
 
 HEED_SECONDS = 0.5
 """Longest wait for a score before `heed` is called again."""
@@ -77,11 +57,7 @@ class RolloutController:
         """Completions dropped since the run began, by reason."""
         self.waited = 0.0
         """Seconds for which this round stopped decoding to wait for scores."""
-        self.intervenes = False
-        """Whether the engine waits for this loop after each step."""
         self._progress = Progress([], patient=False)
-        self.before_step: Callable[[Worker, Callable[[], None]], None] | None = None
-        """Called with the worker and `heed` before each step; may change the engine's weights."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
@@ -110,7 +86,6 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        verify: Verify | None = None,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -128,41 +103,29 @@ class RolloutController:
         samples = [Sample(g, c) for g in groups for c in g.completions]
         self._progress = Progress(groups, patient=rule.patience is not None)
         self.state.waiting = {group.id for group in rule.waiting(groups)}
-        due = sum(not self._waits(sample) for sample in samples)
         self._told: set[str] = set()
+        """Ids of groups with which the hooks were called, if the rule `reorders`."""
         self._came_finished: list[Sample] = []
         self._complete_groups: list[Group] = []
         """Complete groups that `feedback.more` is not asked about yet."""
         try:
-            beside = verify
-            if not has_drafts(groups) or self._intervenes(due):
-                beside = None
-                if verify is not None:
-                    verify.alone(groups)
-                samples = self._unfinished(samples)
+            samples = self._unfinished(samples)
             due = sum(not self._waits(sample) for sample in samples)
             waits = self.worker.may_wait(due)
             self._probe = self.probe_tokens if lengths is not None and waits else 0
-            self.intervenes = self._intervenes(due, len(samples))
             self.worker.start_round(
                 take_turns=not rule.discards(self.state),
-                ahead=not self.intervenes,
+                ahead=not self._intervenes(due, len(samples)),
                 version=version,
             )
-            finished: list[Sample] = []
-            if beside is not None:
-                finished = self._verify_in_parts(beside, groups)
-            else:
-                self._submit_begun_first(samples)
+            self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
             # others may still end in this step: by an early stop
             now = self.worker.trace.decode_steps
             self.state.final = sum(at < now for at, _ in self._progress.decoded_at.values())
-            yield from self._react(finished)  # drafts accepted whole may already be enough
+            yield from self._react([])  # what came finished may already be enough
             turns = self.turns
             while (self._live or (turns and turns.pending)) and not rule.done(self.state):
                 self._heed()
-                if self.before_step is not None:
-                    self.before_step(self.worker, self._heed)
                 events = self.worker.step() if self._live else []
                 self.state.final = len(self.state.decoded)  # later groups are appended
                 finished = self._take(events)
@@ -232,41 +195,21 @@ class RolloutController:
                     self._on_completion(completion)
                 self._on_group(group)
 
-    def _intervenes(self, completions: int, waiting: int = 0) -> bool:
+    def _intervenes(self, due: int, completions: int) -> bool:
         """Return whether this loop may change, between two steps, what other completions decode.
 
-        `waiting` counts those that only use free slots, too.
+        `due` of the completions do not only use free slots.
         """
         if self._feedback.more or (self.turns is not None and self.turns.tool_steps is not None):
             return True
         worker = self.worker
-        if self._lengths is not None and worker.may_wait(completions):
+        if self._lengths is not None and worker.may_wait(due):
             return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
-        crowded = worker.may_wait(max(waiting, completions + worker.drafts))
-        return crowded and (stops or worker.admission.pauses)
-
-    def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
-        """Submit the rest of each part once it is verified; return the samples finished since."""
-        finished: list[Sample] = []
-        parts = verified_together(groups)
-        turns = [turns_beside(part, groups, verify.share, self.worker.slots) for part in parts]
-        for part, most in zip(parts, turns, strict=True):  # counted before drafts are verified
-            self._heed()
-            work = partial(verify.beside, part)
-            for events in self.worker.during(work, most):
-                finished += self._take(events)
-                self.scorer.turn()
-            samples = [Sample(g, c) for g in part for c in g.completions]
-            self._submit_begun_first(self._unfinished(samples))
-        self.worker.all_submitted()
-        return finished
-
-    def _submit_begun_first(self, samples: list[Sample]) -> None:
-        self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
+        return worker.may_wait(completions) and (stops or worker.admission.pauses)
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return unfinished samples; submit finished but unscored ones to the scorer."""
+        """Return unfinished samples; submit finished ones to the scorer."""
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)

@@ -283,7 +283,6 @@ class Startup:
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
-            in_flight=schedule.in_flight,
             turns=self._turns(scorer),
             control_tokens=self._control_tokens,
         )

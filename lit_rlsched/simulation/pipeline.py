@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rlsched.scheduling.admission import Order
-from lit_rlsched.scheduling.ahead_rollout import FORWARD, AfterRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.decoder import Engines
@@ -170,7 +169,6 @@ class Pipeline:
             self._expected if self.schedule.lengths is not None else None,
             order == "longest_first",
             self.machine.accepted,
-            self.schedule.in_flight is not None and self.schedule.in_flight.cache == "keep",
         )
 
     @property
@@ -193,9 +191,7 @@ class Pipeline:
     def run(self, rounds: int, warm_up: int = 0) -> Outcome:
         """Simulate rounds, of which the first `warm_up` do not count."""
         schedule, simulate = self.schedule, self._in_turn
-        if schedule.ahead == "verify":
-            simulate = self._ahead_verified
-        elif schedule.ahead or schedule.in_flight is not None:
+        if schedule.ahead:
             simulate = self._ahead
         collects = gc.isenabled()
         gc.disable()  # it would look through all completions again and again
@@ -216,8 +212,8 @@ class Pipeline:
             self._visited += 1
             yield visit
 
-    def _drawn(self, number: int, drafts: AfterRound | None = None) -> Drawn:
-        drawn = self._rounds.draw(self.schedule.rule, number, drafts)
+    def _drawn(self, number: int) -> Drawn:
+        drawn = self._rounds.draw(self.schedule.rule, number)
         assert drawn is not None, "the prompts never end"
         return drawn
 
@@ -226,8 +222,7 @@ class Pipeline:
 
     def next_round(self, number: int) -> SimulatedRound:
         """Simulate a rollout, then its update; gradients perhaps while others decode."""
-        drafts: AfterRound | None = "cut" if self.schedule.fills_drain else None
-        drawn = self._drawn(number, drafts)
+        drawn = self._drawn(number)
         rollout, update = self._rollout(drawn), self._update(drawn)
         beside = self._streamed(drawn, rollout, update)
         seconds = rollout + update - beside + (slowdown_of(self.machine, self.costs) - 1) * beside
@@ -240,7 +235,7 @@ class Pipeline:
         for number in range(rounds):
             following = self._drawn(number + 1)
             rollout, update = self._rollout(following), self._update(drawn)
-            seconds = self._in_flight(following, rollout, update)
+            seconds = self._overlapped(rollout, update)
             if not number:
                 seconds += self._rollout(drawn)
             version = number + (number > 0)  # the policy has made another step
@@ -248,69 +243,14 @@ class Pipeline:
             drawn = following
         return made
 
-    def _in_flight(self, drawn: Drawn, rollout: float, update: float) -> float:
-        """Seconds of a rollout beside an update, whose weights perhaps go into it.
-
-        Both wait for each other at these turns, except with `pace="free"`. Then all that runs is
-        prefilled again, unless caches are kept.
-        """
-        flying = self.schedule.in_flight
-        if flying is None or not drawn.turns:
-            return self._overlapped(rollout, update)
-        again = 0.0 if flying.cache == "keep" else self.costs.step.prefill * drawn.mean_kv
-        change = self.costs.sync + again / self.machine.engines
-        updates = self.steps_per_round * self.num_iterations
-        met = min(updates, (drawn.turns - 1) // flying.turns)
-        part, step = rollout * flying.turns / drawn.turns, update / updates
-        left = rollout - met * part, update - met * step
-        if flying.pace == "free":
-            return met * change + self._overlapped(rollout, update)
-        return met * (self._overlapped(part, step) + change) + self._overlapped(*left)
-
-    def _ahead_verified(self, rounds: int) -> list[SimulatedRound]:
-        """Drafts of the next round go on beside the verification of this one and its update.
-
-        With streamed gradients the pass that trains on a completion verifies it, too, and all of
-        the update is beside them. The engine waits while drafts are verified where the loop decides
-        between two steps which completions decode.
-        """
-        made = []
-        for number in range(rounds):
-            drawn = self._drawn(number, "go_on")
-            assert drawn.drafts is not None
-            streams = self.schedule.streaming is not None and not drawn.intervenes
-            rollout, update = self._rollout(drawn), self._update(drawn)
-            verification = self._verification(drawn, streams)
-            more = self._rounds.finish_drafts(drawn.drafts, number)
-            if streams and number:
-                seconds = self._overlapped(rollout + more, verification + update)
-            else:
-                beside = 0.0 if drawn.intervenes else FORWARD * more
-                seconds = rollout + self._overlapped(beside, verification)
-                seconds += self._overlapped(more - beside, update)
-            figures = self._figures(drawn, number, seconds, rollout + more, update)
-            figures.verification = verification
-            figures.around += verification
-            figures.steps_beside = self.engines.turn - drawn.turns
-            figures.peak_kv = self.engines.peak_kv
-            made.append(figures)
-        return made
-
     def _overlapped(self, rollout: float, update: float) -> float:
         """Seconds of a rollout and an update that begin at the same time."""
         shorter, longer = sorted((rollout, update))
         return longer + (slowdown_of(self.machine, self.costs) - 1) * shorter
 
-    def _verification(self, drawn: Drawn, streams: bool = False) -> float:
-        """Seconds of the passes that verify drafts, beside those of the update.
-
-        A draft that is cut is read once more, under the policy that drew it. One that the update's
-        pass has verified is read twice more, and was trained on in vain (`One pass verifies and
-        trains` in `docs/explanation/ahead_rollout.md`).
-        """
-        trained = self.costs.trained_share * self._selected(drawn) if streams else 0.0
-        passes = (1 - trained) * drawn.verified + (1 + trained) * drawn.cut
-        return self.costs.verify * passes + self.costs.position * trained * drawn.cut
+    def _verification(self, drawn: Drawn) -> float:
+        """Seconds of the passes that verify drafts; one that is cut is read twice."""
+        return self.costs.verify * (drawn.verified + drawn.cut)
 
     def _rollout(self, drawn: Drawn) -> float:
         """Seconds until the last score that the round waits for."""
@@ -370,7 +310,7 @@ class Pipeline:
                 if author != ENVIRONMENT:
                     tokens += n
                     stale += n * (author < version)
-        verification = 0.0 if self.schedule.ahead == "verify" else self._verification(drawn)
+        verification = self._verification(drawn)
         around = self.costs.sync + self.costs.other + verification
         return SimulatedRound(
             seconds + around,

@@ -11,15 +11,12 @@ from typing import Any
 
 from lit_rlsched.rollout.audit import (
     Harvest,
-    give_scores_back,
     put_off_old,
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.progress import Progress
-from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.simulation.decoder import Engines, Item
 from lit_rlsched.simulation.loop import PromptList
@@ -54,8 +51,6 @@ class Drawn:
     """Whether the loop decides between two steps which completions decode."""
     ended: dict[str, float]
     """Seconds of the round in which each request ended."""
-    drafts: "Drafts | None" = None
-    """Drafts that go on beside the update."""
 
     @property
     def trained(self) -> list[Sample]:
@@ -66,14 +61,6 @@ class Drawn:
     def drawn_tokens(self) -> int:
         """Tokens of completions that were drawn until now, whatever became of them."""
         return sum(a.tokens for a in self.harvest.ran)
-
-
-@dataclass(slots=True)
-class Drafts:
-    """Drafts of the next round on their way."""
-
-    following: Following
-    items: list[Item]
 
 
 @dataclass
@@ -96,24 +83,19 @@ class SimulatedRounds:
         source: Any = self.source if hasattr(self.source, "draw") else PromptList(self.source)
         self.planner.source = source
 
-    def draw(self, rule: RoundRule, version: int, drafts: AfterRound | None = None) -> Drawn | None:
+    def draw(self, rule: RoundRule, version: int) -> Drawn | None:
         """Draw a round and take it out of the pool; `None` if no prompt is left."""
         planner = self.planner
         groups = planner.plan(rule)
         if not groups:
             return None
-        before = put_off_old(groups, version, rule)
+        put_off_old(groups, version, rule)
         stale = restart_stale(groups, version, rule)
         verified = cut = 0
         for group in groups:
             of_drafts, of_cut = self._verify(group, version)
             verified, cut = verified + of_drafts, cut + of_cut
-        give_scores_back(before)
-        following = None
-        if drafts is not None:
-            coming = planner.plan_following(rule, groups)
-            following = Following(coming, "", goes_on=drafts == "go_on")
-        decoding = _Decoding(self, groups, rule, version, following)
+        decoding = _Decoding(self, groups, rule, version)
         decoding.run()
         engines = self.engines
         harvest = settle(groups, rule, decoding.state, stale)
@@ -134,33 +116,7 @@ class SimulatedRounds:
             decoding.ended,
         )
         planner.pool.settle(groups, harvest.left)
-        if following is not None:
-            going = Drafts(following, decoding.drafts)
-            if drafts == "cut":
-                self.end_drafts(going, version)
-            else:
-                drawn.drafts = going
-        planner.follow()
         return drawn
-
-    def finish_drafts(self, drafts: Drafts, version: int) -> float:
-        """Decode drafts to their end, beside an update; return the seconds that it takes."""
-        engines = self.engines
-        begun = engines.seconds
-        while engines.step():
-            pass
-        seconds = engines.seconds - begun
-        self.end_drafts(drafts, version)
-        return seconds
-
-    def end_drafts(self, drafts: Drafts, version: int) -> None:
-        """Stop the drafts, and put what they have drawn into the pool."""
-        self.engines.stop([item for item in drafts.items if item.end >= 0 and item.engine >= 0])
-        for item in drafts.items:
-            if item.drawn:
-                grow(item.of.completion, item.drawn, version, item.drawn == item.tokens)
-        drafts.following.put_off()
-        self.planner.pool.settle(drafts.following.groups, drafts.following.groups)
 
     def _verify(self, group: Group, version: int) -> tuple[int, int]:
         """Turn the group's drafts into completions."""
@@ -222,7 +178,6 @@ class _Decoding:
         groups: list[Group],
         rule: RoundRule,
         version: int,
-        following: Following | None,
     ) -> None:
         self._rounds, self._rule, self._version = rounds, rule, version
         self._engines = engines = rounds.engines
@@ -230,23 +185,19 @@ class _Decoding:
         self._progress = Progress(groups, patient=rule.patience is not None)
         self.state = self._progress.state
         self.ended: dict[str, float] = {}
-        self.drafts: list[Item] = []
+        waiting = self.state.waiting = {group.id for group in rule.waiting(groups)}
         begun = [sample for sample in samples if sample.completion.finished]
         rest = [sample for sample in samples if not sample.completion.finished]
         rest.sort(key=lambda sample: not sample.completion.token_ids)
         slots = engines.slots * len(engines)
-        later = following.samples if following is not None else []
-        if following is not None and not following.goes_on:
-            moves = len(engines) > 1 and len(rest) > slots
-            later = [] if moves else later  # see `RolloutSession.rollout`
-        waits = len(rest) + len(later) > slots
-        intervenes = rounds.expected is not None and len(rest) > slots
+        waits = len(rest) > slots
+        due = sum(sample.group.id not in waiting for sample in rest)
+        intervenes = rounds.expected is not None and due > slots
         intervenes |= waits and (rule.stops_groups or engines.pauses_items)
         self.intervenes = intervenes
         engines.start_round(not rule.discards(self.state), ahead=not intervenes)
-        self._live = {sample.id: rounds.item(sample) for sample in rest}
-        self.drafts = [rounds.item(sample, later=True) for sample in later]
-        engines.submit([*self._live.values(), *self.drafts])
+        self._live = {s.id: rounds.item(s, later=s.group.id in waiting) for s in rest}
+        engines.submit([*self._live.values()])
         for sample in begun:
             self._count(sample)
         self._score(begun)
@@ -259,8 +210,6 @@ class _Decoding:
             state.final = len(state.decoded)
             finished = []
             for item in items:
-                if item.later:
-                    continue
                 del live[item.id]
                 self._take(item)
                 finished.append(item.of)
@@ -292,7 +241,8 @@ class _Decoding:
         """Score completions at once, and stop groups that have enough."""
         for sample in samples:
             group, completion = sample.group, sample.completion
-            completion.scores = completion.scores or []
+            if group.id not in self.state.waiting:
+                completion.scores = completion.scores or []
             if not self._rule.stops_groups or all(c is not completion for c in group.completions):
                 continue  # or the group was stopped without it
             if (kept := self._rule.enough(group, self.state)) is not None:
