@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
@@ -102,7 +103,9 @@ def options(num_generations: int) -> list[Option]:
         (SortedBatching, {"mode": "partial"}),
         (SortedBatching, {"mode": "on_policy"}),
         (TailBatching, {}),
-        (InFlightUpdates, {}),
+        (RolloutWindow, {}),
+        (RolloutWindow, {"overtake": 2}),
+        (AsyncRollout, {}),
         (StreamedTraining, {}),
     ]
     if num_generations > 2:

@@ -125,13 +125,6 @@ class Server:
         """Change the number of steps that it may make; a negative number takes some back."""
         self._allowed += steps
 
-    def suspend(self, keep: bool) -> None:
-        """Stop the worker, so that other weights can be loaded."""
-        assert self._worker is not None
-        self._ahead = 0
-        self._worker.suspend(keep)
-        self._send(None)
-
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
         assert self._worker is not None

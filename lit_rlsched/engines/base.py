@@ -51,8 +51,6 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether `now` advances only with the engine's steps."""
     clock_offset = 0.0
     """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
-    keeps_cache = False
-    """Whether it has `update_weights`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -165,15 +163,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        """Load the policy's weights while requests run, which keep their caches.
-
-        The new weights draw their further tokens with keys and values of the old ones, so these are
-        draws of neither policy. Requests that are submitted later never read what the old weights
-        cached.
-        """
-        raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
-
     def policy_changes(self) -> None:
         """Note that the policy is trained from here on, before the engine has ended its round."""
 
@@ -202,7 +191,6 @@ class RolloutEngine(RemembersInit, ABC):
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
-    keeps_cache = True
     _held: Sized
     """What each running request holds."""
 
@@ -225,7 +213,11 @@ class SlotEngine(RolloutEngine):
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
-        self.update_weights(named_tensors, version)
+        self._load_weights(named_tensors, version)
+
+    @abstractmethod
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+        """Load the policy's weights."""
 
     def _refuse_when_running(self, what: str) -> None:
         if self._held:

@@ -148,7 +148,7 @@ class SimulatedEngine(SlotEngine):
             self._drop(live)
         return {live.id: live.partial(self._decode_steps) for live in dropped}
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:

@@ -151,9 +151,7 @@ class TransformersEngine(SlotEngine):
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        for row in self._held:
-            row.key = b""  # no new request may copy its cache
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         self._parked = Parked(range(self._spec.slots, 2 * self._spec.slots))
         if self._spec.policy is None:
             own = self._policy.state_dict()

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.run.advice import trains_with_noise
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
@@ -275,12 +274,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def needs_group(self) -> bool:
         return True
 
-    @property
-    def verifies_drafts(self) -> bool:
-        own = type(self).loss is PolicyModule.loss  # another may have a term besides
-        exact = self.model is not None and trains_with_noise(self.model) is None
-        return own and exact and self.skip_zero_advantage and not self.needs_reference
-
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
@@ -329,7 +322,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        batch.verify(logp.detach())
         inputs = batch.loss_inputs
         if self._hp.loss_type == "bnpo":
             inputs["step_tokens"] = batch.own_tokens
@@ -374,12 +366,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
-                    if batch.is_empty and self._team.size == 1:
-                        continue  # several ranks go through their backward passes together
                     self.manual_backward(output.loss * batch.scale)
                 if batch.scale:
                     self._total += output.loss.detach()
-                if batch.scale and not batch.again:
                     self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:

@@ -70,11 +70,14 @@ class FitSettings:
         self._add(CallbackStates())
 
     @property
-    def is_last_round(self) -> bool:
-        """Whether training ends with the round that begins now."""
-        trainer = self._trainer
-        epochs = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        return epochs or 0 <= trainer.max_steps <= trainer.global_step + self.steps
+    def rounds_left(self) -> int | None:
+        """Number of rounds until training ends, with the one that begins now; `None`: no end."""
+        trainer, ends = self._trainer, list[int]()
+        if trainer.max_epochs not in (None, -1):
+            ends.append(trainer.max_epochs - trainer.current_epoch)
+        if trainer.max_steps >= 0 and self.steps:
+            ends.append(-(-(trainer.max_steps - trainer.global_step) // self.steps))
+        return min(ends, default=None)
 
     def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
         check_accumulation(trainer)
