@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks import results
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission, Order, Refill
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import LengthPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
 from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session

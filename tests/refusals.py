@@ -30,15 +30,15 @@ from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines._vllm_guest import bind_threads
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import AdapterSpec
-from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
+from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.rewards import functions as rewards
-from lit_rlsched.rewards.answers import checked_entry
 from lit_rlsched.rewards.checks import GIVEN, OFFERED
+from lit_rlsched.rewards.functions import check_countdown_row, check_reasoning_gym_row
 from lit_rlsched.run.same_ranks import check_same
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
-from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
@@ -101,11 +101,6 @@ def rows(prompt: str = "1+1=", **columns: Any) -> list[dict[str, Any]]:
 
 def data(*funcs: Any, **settings: Any) -> RolloutDataModule:
     return RolloutDataModule(rows(), *funcs or [[len]], **settings)
-
-
-def engine_judge(**settings: Any) -> EngineJudgeReward:
-    given = {"template": "{completion}", "max_tokens": 200, "max_model_len": 400}
-    return EngineJudgeReward("m", en.TransformersEngine(), **{**given, **settings})
 
 
 def judge(model: str = "m", base_url: str = "http://localhost/v1", **settings: Any) -> JudgeReward:
@@ -384,23 +379,13 @@ REWARDS = [
             ("is not set", {"api_key_env": "NO_SUCH_KEY"}),
         )
     ),
-    bad(engine_judge, "use 1 or more", slots=0),
-    bad(engine_judge, "the answer alone may have `max_tokens=200`", max_model_len=200),
-    bad(engine_judge, "the first", score_range=(1, 1)),
     *(
-        unnamed(make, rf"`chat_template_kwargs` has `{[*given][-1]}`", chat_template_kwargs=given)
-        for make in (data, engine_judge)
+        unnamed(data, rf"`chat_template_kwargs` has `{[*given][-1]}`", chat_template_kwargs=given)
         for given in TEMPLATES
-    ),
-    unnamed(
-        engine_judge,
-        "has `add_generation_prompt`, which is set already",
-        chat_template_kwargs={"add_generation_prompt": False},
     ),
 ]
 
 ONE_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-TOUCH = "open('/tmp/touched-by-an-answer', 'w')"
 TASKS = [
     bad(Countdown, COUNT + "1 or more", size=0),
     *each(Countdown, "must give sizes of 2 or more a share", numbers=({1: 1.0}, {}, {3: 0.0})),
@@ -410,29 +395,31 @@ TASKS = [
         r"found only \d+ different questions",
     ),
     *(
-        bad(checked_entry, says, task, metadata, answer, "")
-        for task, metadata, answer, says in (
-            ("composite", {}, "1", "`task='composite'`.*reviewed.*REVIEWED"),
-            (None, {}, "1", "`task=None`"),
-            ("countdown", [1], "1", r"`metadata=\[1\]` is not a dict"),
-            ("countdown", {"numbers": ["1"], "target": 2}, "1", "`metadata.numbers` has '1'"),
-            ("countdown", "{", "1", "`task='countdown'`: the columns"),
-            ("number_sorting", {"direction": "ascending"}, f"[{TOUCH}]", "`task='number_sorting'`"),
-            ("bitwise_arithmetic", {"problem": TOUCH}, "1", "not a formula"),
-            ("bitwise_arithmetic", {"problem": "1 << 65"}, "1", "the shift 65 is not"),
-            ("bitwise_arithmetic", {"problem": "1" * 2001}, "1", "2001 characters, more than 2000"),
-            ("simple_integration", {}, "x**2", "`task='simple_integration'`.*reviewed"),
-            ("bitwise_arithmetic", {"problem": "2**9999"}, "1", "the exponent 9999 is not"),
+        bad(check_reasoning_gym_row, says, {"task": task, "metadata": facts, "answer": answer})
+        for task, facts, answer, says in (
+            *(
+                (task, {}, "1", f"`task={task!r}`.*reviewed.*Use one of ab, acre.*countdown_reward")
+                for task in (None, "composite", "countdown", "number_sorting", "simple_integration")
+            ),
+            ("gcd", [1], "1", r"`metadata=\[1\]` is not a dict"),
+            ("gcd", "{", "1", "`task='gcd'`: the columns"),
             ("rubiks_cube", {"cube_size": 10**9, "scramble_moves": ""}, None, "from 1 to 20"),
             ("tower_of_hanoi", {"num_disks": 10**9, "num_pegs": 3}, "1", "from 1 to 100"),
             ("propositional_logic", {"variables": ["P"], "premises": ["Q"]}, None, "letters that"),
             ("coin_flip", {}, "1e999999999", "`answer='1e999999999'` is not a number"),
             ("gcd", {}, 42, "`answer=42` is not text"),  # "42" would never equal it
             ("gcd", {}, None, "`answer=None` is not text"),
-            ("countdown", {"numbers": [1], "target": 1}, 0, "`answer=0` is not text"),
+            ("graph_color", {}, 0, "`answer=0` is not text"),
             ("ab", {"x": object}, "1", "type .* is not JSON serializable"),
             ("ab", {"x": "y" * 300_000}, "1", "more than 300000 characters as JSON"),
         )
+    ),
+    bad(check_countdown_row, r"`metadata=\[1\]` is not a dict", {"metadata": [1]}),
+    bad(check_countdown_row, "`task='countdown'`: the columns", {"metadata": "{"}),
+    bad(
+        check_countdown_row,
+        "`metadata.numbers` has '1'",
+        {"metadata": {"numbers": ["1"], "target": 2}},
     ),
 ]
 
@@ -500,12 +487,10 @@ SCHEDULING = [
     *each(TokenConditioned, r"`TokenConditioned\(rid.* use more than 0", ridge=(0, -1)),
     bad(TokenConditioned, r"`TokenConditioned\(half_.* use more than 0", half_life=0),
     bad(TokenConditioned, rf"`TokenConditioned\(max_.* {COUNT}1 or more", max_waiting=0),
-    bad(TokenConditioned, "cannot be loaded.*leave", encoder="/no/such/folder"),
     bad(
         lambda: TokenConditioned(features=9).load_state_dict(TokenConditioned().state_dict()),
         "has 16 features, the saved one",
     ),
-    bad(lambda: CalibratedPredictor(p := SiblingMax(), p.history), "learn everything twice"),
     *each(LogNormalLengths, r"`LogNormalLengths\(med.* use more than 0", median=(0, -1)),
     bad(LogNormalLengths, r"`LogNormalLengths\(sig.* use 0 or more", sigma=-0.1),
     bad(Oracle, "does not name the request of each length", {}),
@@ -537,7 +522,7 @@ SCHEDULING = [
     bad(
         pool_bubble_ratio,
         "from 1 to 9: .* no more than `max_completion_length=8`",
-        *([1, 9], 1, 1, "partial", "least_attained", 8),
+        *([1, 9], 1, 1, "partial", 8),
     ),
     bad(quotas, r"no prompt of 'b' in a round of 4\. Raise", {"a": 0.9, "b": 0.1}, 4),
 ]
@@ -662,7 +647,7 @@ AT_FIT = [
         engine=en.SimulatedEngine(kv_capacity=100),
         verify_sync=False,
     ),
-    during("Remove `MicroBatchAccumulation`", cb.MicroBatchAccumulation),
+    during("Remove `MicroBatchAccumulation`", MicroBatchAccumulation),
     during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
     during(r"\(adapter=True\)`.*lora_rank=0", lambda: cb.ExportModel(adapter=True)),
 ]

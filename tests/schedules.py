@@ -71,9 +71,6 @@ SCHEDULES: dict[str, Schedule] = {
     "plain": Schedule(),
     "micro_groups": Schedule(lambda: [c.MicroGroupSampling(slots=5)]),
     "micro_groups_in_rounds": Schedule(lambda: [c.MicroGroupSampling(slots=5, refill="rounds")]),
-    "micro_groups_least_attained": Schedule(
-        lambda: [c.MicroGroupSampling(slots=5, order="least_attained")]
-    ),
     "micro_groups_longest_first": Schedule(
         lambda: [c.MicroGroupSampling(slots=5), c.LengthPrediction(probe_tokens=4)]
     ),
@@ -218,7 +215,7 @@ RESUMED: dict[str, Schedule] = {
         lambda: [
             c.DownSampling(2, early_stop=True),
             c.DynamicSampling(),
-            c.MicroGroupSampling(slots=7, order="least_attained"),
+            c.MicroGroupSampling(slots=7),
         ],
         SELECTING | TWO_STEPS | {"max_completion_length": 40},
     ),

@@ -234,7 +234,9 @@ def test_what_a_run_will_hold(estimated, tmp_path):
     assert said.startswith("in main memory") and "of 24.00 GiB" in said
     for item in ("weights", "optimizer state", "key-value cache", "activations"):
         assert f"\n{item} " in said
-    assert "Fits: the rollout needs the most and leaves 23." in said  # a cache of full slots
+    assert (
+        "The run fits: the rollout needs the most and leaves 23." in said
+    )  # a cache of full slots
     assert not list(tmp_path.iterdir()), "nothing is run, so nothing is written"
 
 
@@ -305,9 +307,6 @@ trainer:
         in out
     )
     said = re.sub(r"\s+", " ", out)
-    memory = re.search(r" memory ([\d.]+) MiB of .* in the rollout, ([\d.]+) MiB in the up", said)
-    assert 0 < float(memory[2]) < float(memory[1])  # the update needs no cache
-    assert " update; `lit-rlsched estimate` counts activations too output " in said
     assert (
         f" output {folder}: config.yaml, checkpoints, completions and report, metrics by "
         "CSVLogger and WandbLogger before training: "
@@ -390,7 +389,7 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (MicroGroupSampling(memory_budget="2GiB", order="least_attained"), "into a cache of 2.00"),
+        (MicroGroupSampling(memory_budget="2GiB"), "into a cache of 2.00"),
         (MicroGroupSampling(slots=4, refill="rounds"), "at once; all start together"),
         (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
         (SortedBatching(), "are drawn again under the new weights"),

@@ -83,16 +83,14 @@ class WithRounds(SimpleNamespace):
     [
         ([], PLAIN),
         ([MicroGroupSampling(slots=6)], PLAIN),
-        ([MicroGroupSampling(slots=6, order="least_attained")], "least_attained"),
+        ([MicroGroupSampling(slots=6, refill="rounds")], None),
         ([MicroGroupSampling(slots=6), TailBatching()], "TailBatching()"),
         ([TailBatching(prompt_ratio=3.0)], None),  # not simulated
         ([MicroGroupSampling(memory_budget="1GiB")], None),
     ],
 )
 def test_the_schedule_of_the_run_itself_is_found(callbacks, wanted):
-    rows = [
-        Simulated(c.name, c.schedule, None, c) for c in candidates(facts_of(DEFAULTS), 1, slots=9)
-    ]
+    rows = [Simulated(c.name, c.schedule, None, c) for c in candidates(facts_of(DEFAULTS), 1)]
     found = own_schedule(WithRounds(callbacks=callbacks), rows)
     assert found is None if wanted is None else wanted in found.name
 

@@ -6,9 +6,8 @@ Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simul
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
-from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
 from lit_rlsched.callbacks.drain_filling import DrainFilling
-from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.export_model import ExportModel
 from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
@@ -21,7 +20,6 @@ from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
-from lit_rlsched.run.automatic import MicroBatchAccumulation
 
 __all__ = [
     "AdaptiveTimeouts",
@@ -33,7 +31,6 @@ __all__ = [
     "ExportModel",
     "InFlightUpdates",
     "LengthPrediction",
-    "MicroBatchAccumulation",
     "MicroGroupSampling",
     "ParallelismPlanner",
     "RNGState",

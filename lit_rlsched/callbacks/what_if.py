@@ -95,7 +95,7 @@ def written(option: Option) -> str:
     return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
-def options(num_generations: int, slots: int | None = None) -> list[Option]:
+def options(num_generations: int) -> list[Option]:
     """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
     found: list[Option] = [
         (LengthPrediction, {}),
@@ -105,14 +105,12 @@ def options(num_generations: int, slots: int | None = None) -> list[Option]:
         (InFlightUpdates, {}),
         (StreamedTraining, {}),
     ]
-    if slots is not None:
-        found.append((MicroGroupSampling, {"slots": slots, "order": "least_attained"}))
     if num_generations > 2:
         found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
     return found
 
 
-ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
+ALTERNATIVES = frozenset({"MicroGroupSampling", *(of.__name__ for of, _ in options(3))})
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
@@ -130,9 +128,9 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
 
 
-def candidates(facts: RunFacts, most: int = 2, slots: int | None = None) -> Iterator[Candidate]:
+def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
     """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
-    every = options(facts.settings.num_generations, slots)
+    every = options(facts.settings.num_generations)
     for number in range(most + 1):
         for chosen in combinations(every, number):
             if (found := candidate(chosen, facts)) is not None:
@@ -194,7 +192,7 @@ class Setting:
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
-        found = candidates(beside(facts), most_callbacks, self.about["slots"])
+        found = candidates(beside(facts), most_callbacks)
         return [Simulated(c.name, c.schedule, self.outcome(c.schedule), c) for c in found]
 
     def peers(self) -> list[Simulated]:

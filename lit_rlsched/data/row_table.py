@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -124,7 +124,7 @@ def _map(path: Path) -> pa.Table:
 Row = dict[str, Any]
 
 
-class RowTable(Sequence[Row]):
+class RowTable:
     """Rows of a data set, with their uids.
 
     The rows are a list, a `datasets.Dataset`, or JSON in the column `row` of the table.
@@ -138,13 +138,7 @@ class RowTable(Sequence[Row]):
     def __len__(self) -> int:
         return self._table.num_rows
 
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | list[Row]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Row:
         if self._rows is None:
             return normalized(json.loads(self._table["row"][int(at)].as_py()))
         return normalized(self._rows[int(at)])
@@ -153,6 +147,12 @@ class RowTable(Sequence[Row]):
         rows = self._rows
         if rows is None:
             rows = (json.loads(text.as_py()) for text in self._table["row"])
+        elif not isinstance(rows, list | tuple):  # by column: a fifth of the time
+            rows = (
+                dict(zip(batch, values, strict=True))
+                for batch in rows.iter(BATCH)
+                for values in zip(*batch.values(), strict=True)
+            )
         return map(normalized, rows)
 
     @cached_property

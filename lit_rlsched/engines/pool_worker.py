@@ -1,7 +1,6 @@
 """The worker of several engines, which take turns on a logical clock."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.rollout_worker import EngineWorker, Worker
@@ -81,13 +80,13 @@ class PoolWorker(Worker):
             worker.trace = trace
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
+    def start_round(self, ahead: bool, version: int = 0) -> None:
         self._ahead, self._window, self._allowed = ahead, 0, None
         self._group_engines.clear()
         self._engine_of.clear()
         self._begun.clear()
         for worker in self.workers:
-            worker.start_round(take_turns, ahead, version)
+            worker.start_round(ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         requests = [*requests]
@@ -130,12 +129,6 @@ class PoolWorker(Worker):
     def resume(self, version: int) -> None:
         for worker in self.workers:
             worker.resume(version)
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        for engine, ids in self._by_engine(expected).items():
-            for name in ids:
-                self._requests[name] = replace(self._requests[name], expected=expected[name])
-            self.workers[engine].rekey({name: expected[name] for name in ids})
 
     def begin(self) -> int:
         if self._window == 0:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -44,7 +44,7 @@ class RemoteWorker(EngineWorker):
         self._reported: dict[str, array[int]] = {}
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
-        self._take_turns = self._ahead = False
+        self._ahead = False
         self._state: Literal["idle", "one step", "ahead", "halting"] = "idle"
         """What the worker was told last: to make a step, to run ahead, or to stop that."""
         self._granted = 0
@@ -81,10 +81,10 @@ class RemoteWorker(EngineWorker):
         self._tell("start_trace")
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self._take_turns, self._ahead, self._left = take_turns, ahead, None
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._ahead, self._left = ahead, None
         self._version = version
-        self._tell("start_round", take_turns, ahead, version)
+        self._tell("start_round", ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         new = list(requests)
@@ -92,12 +92,6 @@ class RemoteWorker(EngineWorker):
             self._requests[request.id] = request
             self._reported[request.id] = no_ids()
         self._tell("submit", new)
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        for request_id in expected.keys() & self._requests.keys():
-            request = self._requests[request_id]
-            self._requests[request_id] = replace(request, expected=expected[request_id])
-        self._tell("rekey", dict(expected))
 
     def suspend(self, keep: bool = False) -> None:
         try:
@@ -283,7 +277,7 @@ class RemoteWorker(EngineWorker):
             child = self.engine.child
             try:
                 child.call("admission", self.admission)
-                child.tell("worker", "start_round", self._take_turns, self._ahead, self._version)
+                child.tell("worker", "start_round", self._ahead, self._version)
                 child.tell("worker", "submit", list(self._requests.values()))
                 self._known = child
                 return

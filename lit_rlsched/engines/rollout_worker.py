@@ -59,11 +59,10 @@ class Worker(ABC):
         """Whether any request runs or waits."""
 
     @abstractmethod
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
+    def start_round(self, ahead: bool, version: int = 0) -> None:
         """Set what holds for the round whose requests are submitted next.
 
         Args:
-            take_turns: Whether requests take turns if the order is `least_attained`.
             ahead: Whether a worker in the engine's process may keep stepping without being asked,
                 because the caller changes nothing of other requests between two steps.
             version: Policy version of the engine's weights, until `resume` gives another one.
@@ -131,10 +130,6 @@ class Worker(ABC):
     @abstractmethod
     def resume(self, version: int) -> None:
         """Go on after `suspend` with the weights of `version`."""
-
-    @abstractmethod
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        """Update the predicted number of tokens of waiting requests, by id."""
 
     @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
@@ -235,9 +230,8 @@ class RolloutWorker(EngineWorker):
         self._stats = self.engine.stats()
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self.admission.take_turns, self._version = take_turns, version
-        self._allowed = None
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._version, self._allowed = version, None
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.admission.push(requests)
@@ -333,9 +327,6 @@ class RolloutWorker(EngineWorker):
         event = Event(name, new, partial.logprobs[reported:])
         event.version = self._version
         return [event]
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        self.admission.rekey(expected)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         if request_ids is None:

@@ -17,7 +17,7 @@ from lit_rlsched.scheduling.ahead_rollout import (
     turns_beside,
     verified_together,
 )
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
 
@@ -140,11 +140,7 @@ class RolloutController:
             waits = self.worker.may_wait(len(samples))
             self._probe = self.probe_tokens if lengths is not None and waits else 0
             self.intervenes = self._intervenes(len(samples))
-            self.worker.start_round(
-                take_turns=not rule.discards(self.state),
-                ahead=not self.intervenes,
-                version=version,
-            )
+            self.worker.start_round(ahead=not self.intervenes, version=version)
             finished: list[Sample] = []
             if beside is not None:
                 finished = self._verify_in_parts(beside, groups)
@@ -222,7 +218,7 @@ class RolloutController:
             return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
         crowded = worker.may_wait(completions + worker.drafts)
-        return crowded and (stops or worker.admission.pauses)
+        return crowded and (stops or worker.admission.budget is not None)
 
     def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
         """Submit the rest of each part once it is verified; return the samples finished since."""
@@ -413,8 +409,6 @@ class RolloutController:
                 del self._live[sample.id]
         if lengths is not None:
             lengths.observe([sample for sample in samples if not sample.completion.dropped])
-            if lengths.revises:
-                self._revise(samples)
         progress, turn = self._progress, self.worker.trace.decode_steps
         for sample in samples:
             progress.count(sample, turn)
@@ -423,19 +417,6 @@ class RolloutController:
                 completion.dropped = "nonfinite_logprob"
                 self.drops[completion.dropped] += 1
             self.scorer.submit(sample.group, completion)
-
-    def _revise(self, finished: Sequence[Sample]) -> None:
-        """Update the predictions of waiting siblings of finished completions."""
-        groups = {sample.group.id: sample.group for sample in finished}.values()
-        waiting = []
-        for sample in (Sample(group, c) for group in groups for c in group.completions):
-            _, request = self._live.get(sample.id, (sample, None))
-            drawn = len(sample.completion.token_ids)
-            if request and request.pause_at is None and len(request.prefix_ids) == drawn:
-                waiting.append(sample)
-        self._expect(waiting)
-        requests = (self._live[sample.id][1] for sample in waiting)
-        self.worker.rekey({r.id: r.expected for r in requests if r.expected is not None})
 
     def _go_on(self, samples: Sequence[Sample]) -> None:
         """Resume paused completions; predict those that have finished their probe."""

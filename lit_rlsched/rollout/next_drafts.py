@@ -1,6 +1,6 @@
 """Slots that a round leaves free begin the next round's completions, as drafts."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lit_rlsched.engines.rollout_worker import Worker
@@ -108,8 +108,8 @@ class DraftingWorker(Worker):
         self.trace = self._worker.start_trace()
         return self.trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self._worker.start_round(take_turns, ahead, version)
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._worker.start_round(ahead, version)
 
     def allow(self, steps: int | None) -> None:
         self._worker.allow(steps)
@@ -161,9 +161,6 @@ class DraftingWorker(Worker):
             request = replace(request, prefix_ids=sample.completion.token_ids[:])
             self._drafts[name] = sample, request
             self._waiting.append(request)
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        self._worker.rekey(expected)
 
     def step(self) -> list[Event]:
         own, of_drafts = [], []

@@ -36,8 +36,8 @@ OF_THE_MODULE: dict[str, tuple[Any, str]] = {
 _AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
 REFUSED_CALLBACKS: dict[str, str] = {
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
-    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
-    "much fits. (`Tuner.scale_batch_size` adds this callback)",
+    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says "
+    "whether it fits. (`Tuner.scale_batch_size` adds this callback)",
     "GradientAccumulationScheduler": _ACCUMULATES,
     "LearningRateFinder": "the loss of a policy gradient says nothing about a learning rate: it is "
     "near zero with each. Compare the reward of short runs with different `learning_rate`. "
@@ -126,7 +126,8 @@ def check_trainer(trainer: Trainer) -> None:
     check_precision(trainer.precision_plugin)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        names = [cls.__name__ for cls in type(callback).__mro__ if _is_lightnings(cls)]
+        kinds = ((cls.__name__, cls) for cls in type(callback).__mro__)
+        names = [n for n, cls in kinds if getattr(lightning_callbacks, n, None) is cls]
         name = type(callback).__name__
         for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
             raise UsageError(f"`{name}`: {why}.")
@@ -141,10 +142,6 @@ def check_trainer(trainer: Trainer) -> None:
                 "none. Add a property of this name to a subclass, or use `lora_rank`, which "
                 "freezes the whole base."
             )
-
-
-def _is_lightnings(cls: type) -> bool:
-    return getattr(lightning_callbacks, cls.__name__, None) is cls
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:

@@ -255,8 +255,6 @@ class Startup:
         settings, trainer, schedule = self._settings, self._trainer, self._schedule
         check_float32(self.policy, type(trainer.lightning_module).__name__)
         self._warn(advice)
-        if schedule.lengths is not None:
-            schedule.lengths.bind(self.decode)
         settings.rewards.start()
         scorer = Scorer(
             settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored

@@ -137,9 +137,6 @@ class RacingRound(RoundRule):
         winners = self._all_winners(state)
         return bool(winners) and all(group.complete for group in winners)
 
-    def discards(self, state: RoundState) -> bool:
-        return len(state.planned) > self.update_prompts
-
     def final_groups(self, state: RoundState) -> Sequence[Group]:
         final = state.decoded[: state.final]
         return self._take_places((group for group in final if not useless(group)), state)

@@ -173,10 +173,6 @@ class RoundRule(ABC):
         """
         return state.decoded[: state.final]
 
-    def discards(self, state: RoundState) -> bool:
-        """Whether the end of the round may throw away tokens."""
-        return False
-
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split the round's groups into those to train on and those that stay in the pool."""
         return list(groups), []

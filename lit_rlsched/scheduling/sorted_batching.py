@@ -127,10 +127,6 @@ class SortedRound(RoundRule):
             return state.completions_decoded >= self.update_prompts * self.num_generations
         return len(state.decoded) >= self.update_prompts
 
-    def discards(self, state: RoundState) -> bool:
-        more = not self._fits_update(len(state.planned), state.completions)
-        return more and self.max_staleness == 0 and not self.keeps_drafts
-
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split into finished and unfinished groups or completions, in the order of the pool."""
         trained, left = [], []

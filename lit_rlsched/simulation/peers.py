@@ -7,8 +7,8 @@ difference between two rows is one between two rules.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import WindowedRound, capacity
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least
@@ -47,9 +47,6 @@ class OversampledRound(RoundRule):
 
     def done(self, state: RoundState) -> bool:
         return len(state.decoded) >= self.update_prompts
-
-    def discards(self, state: RoundState) -> bool:
-        return not self._partial
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         chosen = {group.id for group in state.decoded[: self.update_prompts]}

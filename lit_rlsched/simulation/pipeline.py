@@ -342,14 +342,13 @@ class Pipeline:
 
     def _rounds(self, number_of: int) -> Iterator[SimulatedRound]:
         """Draw a round and train on it; perhaps draw the next one meanwhile, with older weights."""
-        beside = self.schedule.ahead is not None or self.schedule.in_flight is not None
         lost = slowdown_of(self.machine, self.costs) - 1
         following: _Round | None = None
         for number in range(number_of):
             current = following or self._draw(number, number * self.steps)
             rollout, update = self._rollout(current), self._update(current)
             seconds = 0.0
-            if beside:
+            if self.schedule.draws_beside:
                 seconds = 0.0 if number else rollout
                 following = self._draw(number + 1, number * self.steps)
                 rollout = self._rollout(following)

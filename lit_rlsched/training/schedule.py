@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rlsched.scheduling.ahead_rollout import Correction
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
 from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
@@ -60,6 +60,11 @@ class Schedule:
         """Whether rounds may begin with drafts."""
         old = self.rule.verifies_from is not None
         return self.rule.keeps_drafts or old or self.ahead == "verify" or self.fills_drain
+
+    @property
+    def draws_beside(self) -> bool:
+        """Whether the next round is drawn while the trainer updates the policy."""
+        return self.ahead is not None or self.in_flight is not None
 
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""

@@ -186,7 +186,7 @@ def test_a_page_that_cannot_be_made_ends_no_run(fit, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise KeyError("a fault")
 
-    monkeypatch.setattr("lit_rlsched.callbacks.report.run_data", fails)
+    monkeypatch.setattr("lit_rlsched.callbacks.report.collect.run_data", fails)
     trainer = {"max_epochs": 2, "default_root_dir": tmp_path}
     with pytest.warns(UserWarning, match="`.*report.html` was not written: KeyError: 'a fault'"):
         fit(callbacks=[RolloutLogger(report_every_n_rounds=1)], trainer=trainer)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.run.saving.export import export
-from lit_rlsched.run.saving.origin import origin
+from lit_rlsched.run.saving.resuming import origin
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import load_policy
 

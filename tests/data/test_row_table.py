@@ -80,8 +80,8 @@ def test_prompts_of_every_container_are_those_of_plain_objects(
     rows: list[dict[str, Any]],
     batch: int,
 ) -> None:
-    for module in (tokenizing, rows_module):
-        monkeypatch.setattr(module, "BATCH", batch)
+    monkeypatch.setattr(tokenizing, "_BATCH", batch)
+    monkeypatch.setattr(rows_module, "BATCH", batch)
     expected = plain_prompts(rows, tokenizer)
     for _ in range(2):  # the second time from the cache
         table = load_rows(written(tmp_path, kind, rows))

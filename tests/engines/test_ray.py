@@ -273,7 +273,7 @@ def test_an_actor_waits_for_a_trainer_that_does_not_read(tmp_path, monkeypatch):
     engine.start(SPEC)
     worker = engine.make_worker(Admission(2))
     worker.start_trace()
-    worker.start_round(take_turns=True, ahead=True)
+    worker.start_round(ahead=True)
     worker.submit([Request("a", [5], 0, Sampling(400))])
     worker.step()
     while os.path.getsize(tmp_path / "steps") < 400:
@@ -301,7 +301,7 @@ def test_vllm_split_over_two_processes_in_an_actor_draws_the_same(tiny_model, ti
         engine.sync_weights(tiny_policy.named_parameters(), 1)
         worker = engine.make_worker(Admission(4))
         worker.start_trace()
-        worker.start_round(take_turns=True, ahead=True)
+        worker.start_round(ahead=True)
         worker.submit(Request(f"r{i}", range(4, 24), i, Sampling(40)) for i in range(12))
         events = []
         while worker.busy:
@@ -349,7 +349,7 @@ def test_an_engine_on_another_node_tells_times_of_the_trainers_clock(
         engine.sync_weights(tiny_policy.named_parameters(), version)
         worker = engine.make_worker(Admission(2))
         trace = worker.start_trace()
-        worker.start_round(take_turns=True, ahead=False)
+        worker.start_round(ahead=False)
         worker.submit([Request("r", range(4, 24), 0, Sampling(8))])
         while worker.busy:
             worker.step()

@@ -23,8 +23,7 @@ from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import SiblingMax
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -156,7 +155,7 @@ def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
 def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     worker = there.engine.make_worker(Admission(18))
     trace = worker.start_trace()
-    worker.start_round(take_turns=True, ahead=True)
+    worker.start_round(ahead=True)
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     (event,) = worker.step()
     wait_for_a_step(there.engine.child.link)
@@ -167,11 +166,11 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
 
 @process_only
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["least_attained", "longest_first"])
+@pytest.mark.parametrize("order", ["fifo", "longest_first"])
 def test_pauses_and_predictions(here, there, order):
     figures = []
     for bench in (here, there):
-        lengths = CalibratedPredictor(SiblingMax())
+        lengths = CalibratedPredictor(PromptHistory())
         worker, *rest = bench.run(FullRound(PROMPTS), 4, order, lengths, on_group=pause)
         figures.append(rest)
     assert figures[0] == figures[1]
@@ -425,7 +424,7 @@ def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
     worker = engine.make_worker(Admission(2))
     for _ in range(2):
         worker.start_trace()
-        worker.start_round(take_turns=True, ahead=True)
+        worker.start_round(ahead=True)
         worker.submit([Request("a", [5], 0, Sampling(400))])
         if not (tmp_path / "failed").exists():
             worker.step()

@@ -168,15 +168,10 @@ def _refused(path: Any, why: str) -> CheckpointError:
 def temporary_name(target: Path) -> Path:
     """Make the folder of a checkpoint, and return the name under which it is written."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(target.parent)
-    return target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Delete what processes that were killed while writing have left."""
-    for path in folder.glob(f".*{_SUFFIX}*"):
+    for path in target.parent.glob(f".*{_SUFFIX}*"):  # of processes that were killed meanwhile
         if f".{os.getpid()}{_SUFFIX}" not in path.name:
             remove_checkpoint(path)
+    return target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
 
 
 def sync_folder(folder: Path) -> None:

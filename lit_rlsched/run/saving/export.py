@@ -15,8 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.model_card import model_card
-from lit_rlsched.run.saving.origin import check_base
-from lit_rlsched.run.saving.resuming import check_same_weights
+from lit_rlsched.run.saving.resuming import check_base, check_same_weights
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.saving.sharded_checkpoints import is_sharded_checkpoint
 from lit_rlsched.settings import RunFailed, UsageError

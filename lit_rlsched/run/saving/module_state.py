@@ -1,7 +1,8 @@
-"""The policy in checkpoints, and the checks before they are loaded."""
+"""The policy and its optimizer in checkpoints, and the checks before they are loaded."""
 
 import json
 from collections.abc import Mapping
+from itertools import chain, count
 from typing import Any
 
 from lightning import LightningModule
@@ -10,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_rlsched.run.advice import restored_settings
-from lit_rlsched.run.saving.optimizer_groups import adopt, describe
-from lit_rlsched.run.saving.origin import check_same_origin
 from lit_rlsched.run.saving.resuming import (
     check_resumable,
     check_same_adapter,
+    check_same_origin,
     check_same_weights,
 )
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import ADAPTER, base_model
 from lit_rlsched.training.optimizers import is_fused, keep_step
 from lit_rlsched.training.precision import main_dtype
@@ -110,3 +111,71 @@ def without_base(module: PolicyCheckpoints, keys: Any) -> None:
     """Let a checkpoint of the adapters alone pass as complete."""
     saved = module._saved_keys()
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]
+
+
+_Names = list[list[str]]
+
+
+def describe(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """Return the class of an optimizer, and the names of the weights in its groups."""
+    return {"class": type(optimizer).__name__, "groups": _names(optimizer, module)}
+
+
+def adopt(
+    optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
+) -> dict[str, Any]:
+    """Group the weights as a checkpoint does; return its state for the weights that are there."""
+    ours, groups = _names(optimizer, module), state["param_groups"]
+    if about["class"] != type(optimizer).__name__:
+        raise UsageError(
+            f"The checkpoint has the state of the optimizer `{about['class']}`, and this run has "
+            f"`{type(optimizer).__name__}`. Return the former from `configure_optimizers`, or "
+            "start a new run from the exported weights."
+        )
+    theirs = [group["params"] for group in groups]
+    if not isinstance(next(chain(*theirs), None), str):  # which `FSDP2Strategy` writes itself
+        theirs = about["groups"]
+    if theirs == ours:
+        return dict(state)
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
+    weights = dict(zip(chain(*ours), parameters, strict=True))
+    place = {name: i for i, names in enumerate(theirs) for name in names}
+    kept = [[name for name in names if name in weights] for names in theirs]
+    for names in ours:  # what is new goes where the rest of its group went
+        beside = next((place[name] for name in names if name in place), 0)
+        kept[beside] += [name for name in names if name not in place]
+    for changed, what in (
+        ([name for name in weights if name not in place], "are trained now, with a new state"),
+        ([name for name in place if name not in weights], "are trained no more"),
+    ):
+        if changed:
+            rank_zero_warn(
+                f"The checkpoint was made while other weights were trained: {len(changed)} {what}; "
+                f"the first is `{changed[0]}`."
+            )
+    optimizer.param_groups = [
+        {**optimizer.param_groups[0], "params": [weights[name] for name in names]} for names in kept
+    ]
+    numbers = chain(*(group["params"] for group in groups))
+    old = dict(zip(chain(*theirs), numbers, strict=True))
+    new = {name: number for number, name in enumerate(chain(*kept))}
+    return {
+        "state": {
+            number: state["state"][old[name]]
+            for name, number in new.items()
+            if old.get(name) in state["state"]
+        },
+        "param_groups": [
+            {**group, "params": [new[name] for name in names]}
+            for group, names in zip(groups, kept, strict=True)
+        ],
+    }
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> _Names:
+    names = {id(p): name for name, p in module.named_parameters()}
+    number = count()
+    return [
+        [names.get(id(p)) or f"not of the module {next(number)}" for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
