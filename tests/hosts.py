@@ -125,11 +125,6 @@ class Host:
         """Pull its cable out, or put it in again."""
         self.run("ip", "link", "set", "eth0", "up" if up else "down")
 
-    def limit(self, rate: str) -> None:
-        """Limit what it sends, such as to `1gbit`."""
-        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
-
     def sent(self) -> int:
         """Return the bytes that it has sent to others."""
         (link,) = json.loads(self.run("ip", "-json", "-s", "link", "show", "eth0"))

@@ -21,57 +21,30 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 PASSED_ON = (
     # memory
-    "block_size",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "cpu_offload_gb",
-    "cpu_offload_params",
-    "disable_hybrid_kv_cache_manager",
-    "watermark",
-    "limit_mm_per_prompt",
-    "language_model_only",
-    "skip_mm_profiling",
+    *("block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb"),
+    *("cpu_offload_params", "disable_hybrid_kv_cache_manager", "watermark"),
+    *("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling"),
     # steps and the prefix cache
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_num_active_seqs",
-    "enable_prefix_caching",
-    "prefix_caching_hash_algo",
+    *("max_num_batched_tokens", "max_num_seqs", "max_num_active_seqs"),
+    *("enable_prefix_caching", "prefix_caching_hash_algo"),
     # kernels and graphs
-    "attention_backend",
-    "moe_backend",
-    "disable_cascade_attn",
-    "disable_custom_all_reduce",
-    "enable_flashinfer_autotune",
-    "compilation_config",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-    "optimization_level",
-    "performance_mode",
+    *("attention_backend", "moe_backend", "disable_cascade_attn", "disable_custom_all_reduce"),
+    *("enable_flashinfer_autotune", "compilation_config", "cudagraph_capture_sizes"),
+    *("max_cudagraph_capture_size", "optimization_level", "performance_mode"),
     # finding and reading the checkpoint
-    "trust_remote_code",
-    "revision",
-    "code_revision",
-    "download_dir",
+    *("trust_remote_code", "revision", "code_revision", "download_dir"),
     "max_parallel_loading_workers",
     # worker processes
-    "distributed_timeout_seconds",
-    "cpu_distributed_timeout_seconds",
-    "numa_bind",
-    "numa_bind_nodes",
-    "numa_bind_cpus",
+    *("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"),
+    *("numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
 )
 """`engine_kwargs` that change where and how fast tokens are drawn, but, beyond rounding, not which
 tokens. Every other argument is refused."""
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 """Precisions that vLLM computes in."""
 OWN = (
-    "dtype",
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "enable_sleep_mode",
-    "enable_lora",
-    "tensor_parallel_size",
+    *("dtype", "gpu_memory_utilization", "enforce_eager", "enable_sleep_mode"),
+    *("enable_lora", "tensor_parallel_size"),
 )
 OF_THE_RUN = {
     "model": "it is the module's `model`",

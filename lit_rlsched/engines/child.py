@@ -22,14 +22,8 @@ START, ANSWER = 1800.0, 600.0
 """Seconds for an engine to start, and for any other answer, after which it counts as hanging: the
 first step of a kind may compile, and weights may be large."""
 LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Environment variables of the Trainer's ranks, which an engine must not take for its own."""
 SHUTDOWN = 10.0
