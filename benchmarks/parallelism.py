@@ -19,7 +19,7 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from benchmarks import results
-from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner
+from lit_rlsched.scheduling.rollpacker import RoundKind, TensorParallelPlanner
 from lit_rlsched.types import stable_hash
 
 GPUS = 8

@@ -38,10 +38,10 @@ from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
+from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes

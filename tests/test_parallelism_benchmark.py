@@ -12,7 +12,7 @@ from benchmarks.parallelism import (
     simulate,
     table,
 )
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
+from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner
 
 
 def test_a_larger_size_has_more_cache_and_preempts_less():

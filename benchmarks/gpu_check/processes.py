@@ -15,7 +15,7 @@ from benchmarks.gpu_check.shapes import shape_model
 from benchmarks.gpu_check.training import Hoard, fit, judge_rounds
 from lit_rlsched.callbacks import ParallelismPlanner, StreamedTraining
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
-from lit_rlsched.scheduling.parallelism_planner import RoundKind, TensorParallelPlanner
+from lit_rlsched.scheduling.rollpacker import RoundKind, TensorParallelPlanner
 
 SIZES = (1, 2, 1)
 """Devices of each round."""

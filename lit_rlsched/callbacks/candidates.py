@@ -13,8 +13,7 @@ from lit_rlsched.callbacks.ahead_rollout import AheadRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.drain_filling import DrainFilling
 from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
-from lit_rlsched.callbacks.length_prediction import LengthPrediction
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching

@@ -15,7 +15,7 @@ from lit_rlsched.callbacks.candidates import (
     candidate,
     candidates,
 )
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import MicroGroupSampling
 from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
 from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces

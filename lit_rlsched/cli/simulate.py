@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rlsched.callbacks.candidates import ALTERNATIVES, Candidate, wanted_of
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
     WARM_UP,
     Setting,

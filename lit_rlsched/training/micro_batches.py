@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lit_rlsched.scheduling.shares import share
+from lit_rlsched.scheduling.routing import share
 from lit_rlsched.training.prompt_rows import (
     PASS,
     EncodedRows,
@@ -206,7 +206,7 @@ class OptimizerStep:
             the difference is trained on, which needs a gradient that is linear in the advantages.
         accepts: The completions are drafts, and this decides which of them are kept.
         rank: Rank of this process, which iterates over its share of the micro-batches.
-        ranks: Number of ranks, which get equally many; see `scheduling.shares`.
+        ranks: Number of ranks, which get equally many; see `scheduling.routing`.
 
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
