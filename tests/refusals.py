@@ -17,6 +17,7 @@ import pytest
 import torch
 from character_tokenizer import make_tokenizer
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lit_rlsched.scheduling.in_flight_updates import InFlight
 from torch import nn
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -37,12 +38,11 @@ from lit_rlsched.rewards.functions import check_countdown_row, check_reasoning_g
 from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
-from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
+from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes

@@ -13,8 +13,7 @@ import yaml
 
 from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.length_prediction import LengthPrediction
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
     ALTERNATIVES,
     CONSTRAINTS,

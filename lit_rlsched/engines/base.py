@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lit_rlsched.engines.devices import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
+from lit_rlsched.scheduling.admission import DEFAULT_SLOTS, Admission, KVCache
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 

@@ -18,7 +18,7 @@ from lit_rlsched.engines.slot_cache import (
     grouped_attention,
 )
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.micro_group_sampling import KVCache
+from lit_rlsched.scheduling.admission import KVCache
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 

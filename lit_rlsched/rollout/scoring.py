@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
+from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.text import printable
 from lit_rlsched.types import Completion, Group, Sample
 

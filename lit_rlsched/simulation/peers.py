@@ -7,8 +7,8 @@ difference between two rows is one between two rules.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least

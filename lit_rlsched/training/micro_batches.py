@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lit_rlsched.scheduling.shares import share
+from lit_rlsched.scheduling.routing import share
 from lit_rlsched.training.prompt_rows import (
     PASS,
     EncodedRows,
@@ -171,7 +171,7 @@ class OptimizerStep:
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
             `divisor`. Their completions are skipped; the losses of the others divide by it, too.
         rank: Rank of this process, which iterates over its share of the micro-batches.
-        ranks: Number of ranks, which get equally many; see `scheduling.shares`.
+        ranks: Number of ranks, which get equally many; see `scheduling.routing`.
 
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
-from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.run_settings import RunSettings
 from lit_rlsched.training.selection import Selection

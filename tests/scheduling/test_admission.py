@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
-from lit_rlsched.scheduling.micro_group_sampling import slots_for_budget
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, slots_for_budget
 from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
