@@ -166,15 +166,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._figures = StepMetrics()
         self._sharing = Sharing()
         self._origin: dict[str, Any] = {}
-        self._loss_settings: dict[str, Any] = {
-            "loss_type": loss_type,
-            "epsilon": epsilon,
-            "epsilon_high": epsilon_high,
-            "delta": delta,
-            "beta": beta if self.kl_in_loss else 0.0,
-            "importance_sampling_mode": importance_sampling_mode,
-            "importance_sampling_clip_max": importance_sampling_clip_max,
-        }
+        of_loss = ["loss_type", "epsilon", "epsilon_high", "delta", "beta"]
+        of_loss += ["importance_sampling_mode", "importance_sampling_clip_max"]
+        self._loss_settings: dict[str, Any] = {name: self.hparams[name] for name in of_loss}
+        if not self.kl_in_loss:
+            self._loss_settings["beta"] = 0.0
         ours = [cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule)]
         with arguments_checked(type(self).__name__, ours, self.hparams):
             check_loss_settings(**self._loss_settings)
