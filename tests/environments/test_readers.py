@@ -14,7 +14,7 @@ from lit_rlsched.callbacks import CompletionWriter, RolloutLogger
 from lit_rlsched.callbacks.report.collect import run_data
 from lit_rlsched.callbacks.rollout_logger import _cells
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.rewards.judge import Judge
+from lit_rlsched.rewards.judge import JudgeReward
 
 TASK, REPLY = " the task is 17.", "=the reply="
 ROWS = [{"prompt": [{"role": "user", "content": "do it:"}]}, {}, {"level": 2}]
@@ -45,7 +45,7 @@ def reward_with_environments(prompts, completions, completion_ids, environments,
     return [0.0]
 
 
-class Echo(Judge):
+class Echo(JudgeReward):
     """Answers with the question."""
 
     async def answer(self, question: str) -> str:
