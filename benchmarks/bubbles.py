@@ -24,8 +24,14 @@ from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
-from lit_rlsched.simulation.pools import Mode, PoolOrder, recommend_slots
+from lit_rlsched.simulation.loop import (
+    Mode,
+    PoolOrder,
+    Visit,
+    recommend_slots,
+    simulated_rounds,
+    simulated_session,
+)
 from lit_rlsched.types import Prompt, Sampling
 
 PROMPTS, UPDATE, LIMIT = 512, 128, 8192

@@ -123,7 +123,7 @@ def measured(model: str, tokenizer: str, case: dict[str, Any]) -> dict[str, int]
     """Train, and return what the second round held."""
     from lightning import Callback
 
-    from lit_rlsched.cli.estimate.live import LiveBytes, storage_bytes
+    from lit_rlsched.cli.estimate import LiveBytes, storage_bytes
     from lit_rlsched.text import kv_bytes_per_token
 
     if "engine" in case:

@@ -59,19 +59,6 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.papers.main",
     ),
-    "matrix": Benchmark(
-        "which callbacks go together, simulated; the ten most useful on a real chat model",
-        100,
-        "pairs and triples",
-        on="2 cores",
-        resumes=True,
-        module="benchmarks.matrix.main",
-    ),
-    "auto_schedule": Benchmark(
-        "`AutoSchedule` against each of its candidates, on lengths that change",
-        10,
-        "everything",
-    ),
     "fidelity": Benchmark(
         "simulated steps and seconds of schedules against those of real runs of the chat model",
         160,
@@ -122,7 +109,6 @@ BENCHMARKS = {
     "repetition": Benchmark(
         "memory and time of an update with repeated and with shared prompts", 10, RANDOM
     ),
-    "ledger": Benchmark("memory by `lit-rlsched estimate` and memory of real runs", 15, RANDOM),
     "lm_head": Benchmark(
         "kernels and bytes of the LM head, forward and backward", 0.2, "tensors without values"
     ),

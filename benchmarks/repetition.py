@@ -57,7 +57,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
     """Run forward and backward over one group in this process and return the figures."""
     import torch
 
-    from lit_rlsched.cli.estimate.live import LiveBytes
+    from lit_rlsched.cli.estimate import LiveBytes
     from lit_rlsched.training.logprobs import completion_logprobs
     from lit_rlsched.training.micro_batches import OptimizerStep
     from lit_rlsched.training.policy import load_policy
@@ -120,7 +120,7 @@ def generate(model: str, k: int, scores: bool) -> dict[str, Any]:
     """Repeat the prompt's tokens and generate with transformers in bf16."""
     import torch
 
-    from lit_rlsched.cli.estimate.live import LiveBytes
+    from lit_rlsched.cli.estimate import LiveBytes
     from lit_rlsched.training.policy import load_policy
 
     policy: Any = load_policy(model).bfloat16()

@@ -9,10 +9,6 @@ def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package that imports its public names on first use.
 
     A process that uses none of them, such as a reward worker, does not import torch or vLLM.
-
-    Args:
-        package: Name of the package.
-        homes: Module of each public name, relative to the package.
     """
 
     def getattr_(name: str) -> Any:

@@ -29,12 +29,6 @@ class ChildProcess:
     ends the processes that the child started. SLURM's signal to all processes of a job does not
     reach them. `multiprocessing` is not used, as it would run an unguarded script of the user again
     in each child.
-
-    Args:
-        arguments: Command-line arguments of Python. Three numbers are appended: the descriptors of
-            the connection and of the lifeline, and the parent's process id. The child passes the
-            last two to `die_with`.
-        environment: All environment variables of the child.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -74,12 +68,7 @@ class ChildProcess:
 
 
 def die_with(parent: int, lifeline: int) -> None:
-    """Kill this process and its process group when the parent dies, even inside C code.
-
-    Args:
-        parent: Process id of the parent.
-        lifeline: Read end of a pipe whose write end the parent holds and never writes to.
-    """
+    """Kill this process and its process group when the parent dies, even inside C code."""
     import fcntl  # missing on Windows, where no child process is started
 
     if hasattr(fcntl, "F_SETSIG"):
@@ -138,11 +127,7 @@ def passed(name: str, value: str) -> bool:
 
 
 def worker_environment(named: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment of a reward worker.
-
-    Args:
-        named: More variables to pass on, if they are set.
-    """
+    """Return the environment of a reward worker."""
     named = set(named)
     return {
         name: value for name, value in os.environ.items() if name in named or passed(name, value)

@@ -40,11 +40,7 @@ class Team:
         return self.rank == 0
 
     def lead(self, draw: Callable[[], T], tasks: Mapping[str, Callable[..., Any]]) -> T:
-        """Run `draw` on the leader, while the others run the tasks that it calls.
-
-        Returns:
-            The result of `draw`, on every rank.
-        """
+        """Run `draw` on the leader, while the others run the tasks that it calls."""
         return draw()
 
     def call(self, name: str, task: Callable[..., T], *args: Any) -> T:
@@ -90,10 +86,6 @@ class TeamWatch:
     If a rank fails, dies or stops, every other rank prints a sentence that names it. If a main
     thread has not raised an error of its own after `GRACE` seconds, it waits for that rank in a
     collective, and its process ends with exit code 1.
-
-    Args:
-        rank: Rank of this process.
-        all_gather: Collects a value of each rank.
     """
 
     def __init__(self, rank: int, all_gather: Callable[[Any], list[Any]]) -> None:

@@ -123,13 +123,7 @@ def ranges() -> dict[str, dict[str, Range]]:
 
 
 def check_ranges(owner: str, given: Mapping[str, Any], named: str | None = None) -> None:
-    """Refuse numbers outside of the ranges of `ranges.csv`.
-
-    Args:
-        owner: Class or command with the settings.
-        given: Settings by name; those without a range are not looked at.
-        named: What the message names in place of the owner, such as a class that inherits from it.
-    """
+    """Refuse numbers outside of the ranges of `ranges.csv`."""
     for name, allowed in ranges().get(owner, {}).items():
         value: Any = given.get(name)
         if name not in given or allowed.holds(value):
@@ -158,11 +152,6 @@ def arguments_checked(
 
     Numbers, words, lists and dicts are checked; for a class any object is accepted. What the block
     refuses itself comes before the types, since it knows the reason.
-
-    Args:
-        owner: Class that the message names.
-        classes: Those whose constructors take the arguments.
-        given: Arguments by name; others than those of the constructors are ignored.
     """
     parameters = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]  # type: ignore[misc]
     for cls in classes:
@@ -282,12 +271,7 @@ ENDS = ("add_generation_prompt", "continue_final_message")
 
 
 def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
-    """Refuse `chat_template_kwargs` that are not for a chat template, or contradict each other.
-
-    Args:
-        given: The arguments.
-        besides: Others that are refused.
-    """
+    """Refuse `chat_template_kwargs` that are not for a chat template, or contradict each other."""
     if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
         raise UsageError(
             f"`chat_template_kwargs` has `{wrong[0]}`, which is set already: prompts become token "
@@ -311,12 +295,7 @@ def trl_names() -> dict[str, list[list[str]]]:
 
 
 def counterpart(name: str, written: Callable[[str], str]) -> str:
-    """Return a sentence about the setting that TRL calls `name`; empty if it has none.
-
-    Args:
-        name: Name that somebody gave.
-        written: How to write a setting such as `data.train_data`.
-    """
+    """Return a sentence about the setting that TRL calls `name`; empty if it has none."""
     rows = (row for rows in trl_names().values() for row in rows)
     row = next((row for row in rows if name in row[0].split(", ")), None)
     if row is None:
@@ -389,11 +368,7 @@ def _written(owner: str, known: set[str], setting: str) -> str:
 
 
 def constructor_arguments(cls: type) -> tuple[set[str], bool]:
-    """Return the arguments of a class and of those that it passes `**kwargs` to.
-
-    Returns:
-        The names, and whether a class outside this package may take others from `**kwargs`.
-    """
+    """Return the arguments of a class and of those that it passes `**kwargs` to."""
     known: set[str] = set()
     for owner in cls.__mro__:
         if (init := vars(owner).get("__init__")) is None or owner is object:

@@ -134,15 +134,7 @@ _UNITS = (
 
 
 def parse_bytes(size: str | int, setting: str) -> int:
-    """Parse a size such as `2GiB`, `512 MB` or a number of bytes.
-
-    Args:
-        size: The size.
-        setting: Name of the setting, for the error.
-
-    Raises:
-        UsageError: it is not a positive size.
-    """
+    """Parse a size such as `2GiB`, `512 MB` or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match[2].upper(), 0) if match else 0
     if not match or float(match[1]) * unit < 1:
@@ -159,11 +151,7 @@ def format_bytes(count: int) -> str:
 
 
 def kv_bytes_per_token(config: Any, dtype: "torch.dtype") -> int:
-    """Bytes of key-value cache per token, in all layers of a model with plain attention.
-
-    Raises:
-        UsageError: the model has no attention.
-    """
+    """Bytes of key-value cache per token, in all layers of a model with plain attention."""
     text = config.get_text_config()
     if not (heads := getattr(text, "num_attention_heads", None)):
         raise UsageError(
@@ -202,10 +190,6 @@ def without_secrets(settings: Any, name: str = "") -> Any:
 
     Removed are strings under names such as `api_key` and `hf_token`, values of HTTP headers, values
     of environment variables with such names, and what `hide_keys` hides.
-
-    Args:
-        settings: Nested dicts and lists of plain values.
-        name: Name of the setting whose value this is.
     """
     if isinstance(settings, Mapping):
         hidden = name in _HEADERS

@@ -45,7 +45,7 @@ from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
 from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
+from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.advantages import group_relative, leave_one_out
 from lit_rlsched.training.losses import check_loss_settings, policy_loss

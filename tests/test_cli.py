@@ -12,7 +12,6 @@ import yaml
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
     AheadRollout,
-    AutoSchedule,
     DownSampling,
     DrainFilling,
     DynamicSampling,
@@ -235,7 +234,9 @@ def test_what_a_run_will_hold(estimated, tmp_path):
     assert said.startswith("in main memory") and "of 24.00 GiB" in said
     for item in ("weights", "optimizer state", "key-value cache", "activations"):
         assert f"\n{item} " in said
-    assert "Fits: the rollout needs the most and leaves 23." in said  # a cache of full slots
+    assert (
+        "The run fits: the rollout needs the most and leaves 23." in said
+    )  # a cache of full slots
     assert not list(tmp_path.iterdir()), "nothing is run, so nothing is written"
 
 
@@ -306,9 +307,6 @@ trainer:
         in out
     )
     said = re.sub(r"\s+", " ", out)
-    memory = re.search(r" memory ([\d.]+) MiB of .* in the rollout, ([\d.]+) MiB in the up", said)
-    assert 0 < float(memory[2]) < float(memory[1])  # the update needs no cache
-    assert " update; `lit-rlsched estimate` counts activations too output " in said
     assert (
         f" output {folder}: config.yaml, checkpoints, completions and pictures, metrics by "
         "CSVLogger and WandbLogger before training: "
@@ -399,7 +397,6 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
         (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
         (DrainFilling(), "slots that are free at the end of a round begin the next one"),
         (AheadRollout(), "the next round is drawn during the update, and verified"),
-        (AutoSchedule(), "decide whether another schedule would be 5 % faster"),
         (InFlightUpdates(), "go on during the update and get its weights after each optimizer st"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),

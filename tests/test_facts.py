@@ -13,8 +13,7 @@ from worlds import look
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks
 from lit_rlsched.callbacks import RolloutLogger, TailBatching
-from lit_rlsched.callbacks.candidates import ALTERNATIVES, candidate, options
-from lit_rlsched.callbacks.what_if import beside, missing
+from lit_rlsched.callbacks.what_if import ALTERNATIVES, beside, candidate, missing, options
 from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
 from lit_rlsched.run.facts import recorded

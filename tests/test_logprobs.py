@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_rlsched.cli.estimate.live import LiveBytes
+from lit_rlsched.cli.estimate import LiveBytes
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training import logprobs
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask

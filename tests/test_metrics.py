@@ -39,8 +39,6 @@ HUGGING_FACE = {"loss", "grad_norm", "learning_rate"}
 OTHER_FORMULA = {"policy_loss"}
 """TRL's has the normalisation of the loss, and is only logged with an entropy bonus."""
 RARE = {
-    "auto_schedule/next": "`AutoSchedule`",
-    "auto_schedule/gain": "`AutoSchedule`",
     "dropped/too_few_scores": "rewards that are None",
     "dropped/unscored": "rewards that are None",
     "dropped/nonfinite_advantage": "huge rewards",

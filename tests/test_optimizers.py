@@ -12,7 +12,7 @@ from torch.nn import ParameterList
 from transformers import AutoModelForCausalLM, Trainer
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.cli.estimate.live import LiveBytes
+from lit_rlsched.cli.estimate import LiveBytes
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.optimizers import is_fused, keep_step, make_adamw
 

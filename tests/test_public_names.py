@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-PACKAGES = ("callbacks", "cli.estimate", "data", "engines", "rewards", "rollout", "training")
+PACKAGES = ("callbacks", "data", "engines", "rewards", "rollout", "training")
 
 
 @pytest.mark.parametrize("package", ["lit_rlsched", *(f"lit_rlsched.{name}" for name in PACKAGES)])

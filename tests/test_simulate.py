@@ -13,8 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lit_rlsched.callbacks import MicroGroupSampling, TailBatching
-from lit_rlsched.callbacks.candidates import PLAIN, candidates
-from lit_rlsched.callbacks.what_if import Setting, Simulated, own_schedule, recommended
+from lit_rlsched.callbacks.what_if import (
+    PLAIN,
+    Simulated,
+    candidates,
+    own_schedule,
+    recommended,
+)
 from lit_rlsched.cli.main import main
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of, simulate
 from lit_rlsched.run.saving.traces import described
@@ -22,7 +27,6 @@ from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.decoder import StepCosts
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
@@ -36,7 +40,7 @@ def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp
     said = simulate(
         lengths=LENGTHS, max_completion_length=200, **SMALL, overlay=overlay, picture=picture
     )
-    for name in (PLAIN, "SortedBatching(mode='partial')", "AheadRollout(correction='verify')"):
+    for name in (PLAIN, "SortedBatching(mode='partial')", "StreamedTraining()"):
         assert f"  {name}\n" in said
     assert all(f"  {name}\n" in said for name in PEERS)
     best = said.partition("Recommended: ")[2].partition("\n")[0]
@@ -63,25 +67,10 @@ def test_of_equals_the_simplest_is_recommended():
     rows = [
         Simulated(c.name, c.schedule, Pipeline(c.schedule, work, Costs(), Machine(8), 2).run(4), c)
         for c in candidates(facts)
-        if not (c.beside_update or c.schedule.selection or c.schedule.streaming)
+        if not (c.schedule.beside_update or c.schedule.selection or c.schedule.streaming)
     ]
     assert recommended(rows, {}).name == PLAIN
     assert recommended(rows, {"memory": 0}) is None
-
-
-def test_the_turns_of_updates_in_flight_are_the_steps_of_an_update():
-    """A step takes a second and an update 2 seconds and 10 for its 100 positions."""
-    about = {**DEFAULTS, "slots": 8, "prompts_per_round": 2, "num_generations": 2}
-    work, step = Workload([[15, 15]] * 40, [10] * 40, 20), StepCosts(1.0, 0.0, 0.0)
-    for costs, turns in (
-        (Costs(step, update=2.0, position=0.1, sync=0.0), 12),
-        (Costs(step, update=0.0, position=0.0), None),  # nothing to go by
-    ):
-        setting = Setting(about, work, costs, Machine(8), 2)
-        names = [row.name for row in setting.ours(facts_of(about), 1)]
-        shown = "" if turns is None else f"turns={turns}"
-        assert f"InFlightUpdates({shown})" in names
-        assert "MicroGroupSampling(slots=8, order='least_attained')" in names
 
 
 class WithRounds(SimpleNamespace):
@@ -118,9 +107,8 @@ def test_nothing_is_faster_for_work_beside_it(slowdown):
 
 def test_pairs_that_are_refused_are_no_candidates():
     names = [c.name for c in candidates(facts_of(DEFAULTS))]
-    assert len(names) == len({*names}) > 40 and names[0] == PLAIN
-    for one, other in (("SortedBatching", "TailBatching"), ("InFlight", "AheadRollout")):
-        assert not [name for name in names if one in name and other in name]
+    assert len(names) == len({*names}) > 15 and names[0] == PLAIN
+    assert not [name for name in names if "SortedBatching" in name and "TailBatching" in name]
 
 
 def test_candidates_are_made_again_from_their_overlays():
@@ -131,7 +119,7 @@ def test_candidates_are_made_again_from_their_overlays():
         config = yaml.safe_load(candidate.overlay("VLLMEngine")) or {}
         given = config.get("trainer", {}).get("callbacks+", [])
         assert [each.get("init_args", {}) for each in given] == [a for _, a in candidate.options]
-        assert ("data" in config) == candidate.beside_update
+        assert ("data" in config) == bool(candidate.schedule.beside_update)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning import seed_everything
 
-from benchmarks.fidelity.rows import AUTO, LIMIT, ROWS, SCALE, Row
+from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, Row
 from benchmarks.ours import make_trainer
 from benchmarks.papers.child import PROMPTS as ALL
 from benchmarks.papers.child import (
@@ -67,4 +67,4 @@ def run(row: Row, seed: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     name, seed, folder = sys.argv[1:]
-    run((ROWS | AUTO)[name], int(seed), Path(folder))
+    run(ROWS[name], int(seed), Path(folder))

@@ -89,11 +89,7 @@ def simulated(
         row.generations,
         source=DomainSource(prompts, seed, True, None),
     )
-    if schedule.ahead:
-        return pipeline.run(row.rounds).rounds
-    rounds = [pipeline.next_round(number) for number in range(row.rounds - 1)]
-    schedule.fills_drain = False  # the last round of a run begins no drafts
-    return [*rounds, pipeline.next_round(row.rounds - 1)]
+    return pipeline.run(row.rounds).rounds
 
 
 def measured(traces: Traces) -> tuple[list[dict[str, float]], float, float]:

@@ -55,9 +55,3 @@ ROWS: dict[str, Row] = {
     "AheadRollout, importance": updates(("AheadRollout", {"correction": "importance"})),
     "AheadRollout, verify": updates("AheadRollout"),
 }
-
-AUTO: dict[str, Row] = {
-    "no callback, 12 rounds": rollouts(16, rounds=12),
-    "AutoSchedule": rollouts(16, "AutoSchedule", rounds=12),
-}
-"""Longer runs, for the benchmark `auto_schedule`."""

@@ -5,7 +5,6 @@ Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simul
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
 from lit_rlsched.callbacks.ahead_rollout import AheadRollout
-from lit_rlsched.callbacks.auto_schedule import AutoSchedule
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.drain_filling import DrainFilling
@@ -29,7 +28,6 @@ from lit_rlsched.run.automatic import MicroBatchAccumulation
 __all__ = [
     "AdaptiveTimeouts",
     "AheadRollout",
-    "AutoSchedule",
     "CompletionWriter",
     "DownSampling",
     "DrainFilling",

@@ -78,11 +78,7 @@ def find_run(trainer: Trainer) -> TrainingRun | None:
 
 
 def run_of(trainer: Trainer, callback: Callback) -> TrainingRun:
-    """Return the run of the Trainer's `RolloutDataModule`.
-
-    Raises:
-        UsageError: there is no such data module.
-    """
+    """Return the run of the Trainer's `RolloutDataModule`."""
     if (run := find_run(trainer)) is None:
         kind = type(getattr(trainer, "datamodule", None)).__name__
         raise UsageError(

@@ -34,11 +34,7 @@ SHOWN_TEXT = 1000
 
 
 class CompletionsTable:
-    """Writes completions as rows: to a JSONL file, to W&B and TensorBoard.
-
-    Args:
-        num_completions: Rows per round: the first completions in the order of the plan.
-    """
+    """Writes completions as rows: to a JSONL file, to W&B and TensorBoard."""
 
     def __init__(self, num_completions: int) -> None:
         self.num_completions = num_completions
@@ -55,13 +51,7 @@ class CompletionsTable:
                 self._show(of, [row for _, row in rows])
 
     def add(self, round: Round, names: Sequence[str], path: Path) -> None:
-        """Write the rows of a round.
-
-        Args:
-            round: Drawn and scored round.
-            names: Names of the reward functions.
-            path: File to append to.
-        """
+        """Write the rows of a round."""
         pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
         rows = [_row(round, group, completion, names) for group, completion in pairs]
         with path.open("a", encoding="utf-8") as file:

@@ -37,13 +37,7 @@ class RoundLine:
         self._update_ended = time.monotonic()
 
     def text(self, head: str, left: float | None, others: Mapping[str, object]) -> str:
-        """Return the line of the round that has ended, and forget the round.
-
-        Args:
-            head: Beginning of the line.
-            left: Seconds until the run ends, if that is known.
-            others: More values to show, by name.
-        """
+        """Return the line of the round that has ended, and forget the round."""
         parts = [] if self._round is None else self._results(self._round)
         if self.accuracy is not None:
             parts.insert(min(1, len(parts)), f"held-out accuracy {self.accuracy:.2f}")
@@ -87,12 +81,7 @@ class RunBar(Tqdm):
 
 
 class RolloutBar(Tqdm):
-    """Bar of one round's completions.
-
-    Args:
-        plan: Groups of the round, which may lose completions and get more groups meanwhile.
-        **kwargs: Arguments of `tqdm`.
-    """
+    """Bar of one round's completions."""
 
     def __init__(self, plan: Sequence[Group], **kwargs: Any) -> None:
         self.plan = plan

@@ -22,9 +22,6 @@ class TraceFile:
 
     The format allows the bracket to be missing. Times are microseconds of the run's clock, which a
     resumed run continues.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,13 +46,7 @@ class TraceFile:
         os.replace(shortened, self._path)
 
     def add(self, lap: Lap, at: Callable[[float], float], round: int) -> None:
-        """Append a lap.
-
-        Args:
-            lap: Part of the timeline.
-            at: Returns what the run's clock showed at a moment of the timeline.
-            round: Number of the round with whose rollout the lap ends.
-        """
+        """Append a lap."""
         lines = []
         for number, (lane, intervals) in enumerate(lap.lanes.items()):
             of = {"pid": 0, "tid": number}

@@ -1,31 +1,39 @@
-"""Simulations of each schedule on the lengths and costs of a run."""
+"""What other schedules would have done: those that a run allows, on its lengths and costs."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import (
-    ALTERNATIVES,
-    PLAIN,
-    Candidate,
-    breaks,
-    candidate,
-    candidates,
-)
+import yaml
+
+from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
+from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.sorted_batching import SortedBatching
+from lit_rlsched.callbacks.streamed_training import StreamedTraining
+from lit_rlsched.callbacks.tail_batching import TailBatching
 from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
+from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
+from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.peers import PEERS
-from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline
+from lit_rlsched.simulation.pipeline import Machine, Outcome, Pipeline, unsupported
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import three_digits
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
+Option = tuple[type[Any], dict[str, Any]]
+"""A callback's class and its arguments."""
+
+PLAIN = "no callback"
 ROUNDS = 8
 """Newest rounds of a run that a report simulates."""
 WARM_UP = 4
@@ -34,6 +42,109 @@ ENOUGH = 1.02
 """A schedule of fewer callbacks is recommended if it takes at most this many times as long."""
 SHOWN = 20
 """Schedules in a table: the fastest, and every callback alone."""
+BIASED = 0.02
+"""Deviation of trained from drawn length from which on a schedule counts as biased."""
+CONSTRAINTS = ("on_policy", "unbiased")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Callbacks that work together, and the schedule that they make."""
+
+    options: tuple[Option, ...]
+    schedule: Schedule = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """The callbacks as they are written in Python."""
+        return " + ".join(map(written, self.options)) or PLAIN
+
+    def callbacks(self) -> list[Any]:
+        """Make the callbacks."""
+        return [make(**arguments) for make, arguments in self.options]
+
+    def overlay(self, engine: str | None = None, slots: int | None = None) -> str:
+        """Return a configuration that adds it to a run.
+
+        Args:
+            engine: Name of the run's engine, if it has no process of its own.
+            slots: Slots to set, if the run leaves their number open.
+        """
+        if not self.options:
+            return "# no callback is needed\n"
+        options = self.options
+        if slots is not None:
+            more = dict(options).get(MicroGroupSampling, {})
+            others = [option for option in options if option[0] is not MicroGroupSampling]
+            options = ((MicroGroupSampling, {"slots": slots, **more}), *others)
+        config: dict[str, Any] = {}
+        if self.schedule.beside_update and engine is not None:
+            inner = {"class_path": "ProcessEngine", "init_args": {"engine": engine}}
+            config["data"] = {"engine": inner}
+        given = [
+            {"class_path": of.__name__, **({"init_args": arguments} if arguments else {})}
+            for of, arguments in options
+        ]
+        config["trainer"] = {"callbacks+": given}
+        return yaml.safe_dump(config, sort_keys=False)
+
+
+def written(option: Option) -> str:
+    """Return a callback as it is written in Python."""
+    make, arguments = option
+    return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
+
+
+def options(num_generations: int, slots: int | None = None) -> list[Option]:
+    """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
+    found: list[Option] = [
+        (LengthPrediction, {}),
+        (SortedBatching, {"mode": "partial"}),
+        (SortedBatching, {"mode": "on_policy"}),
+        (TailBatching, {}),
+        (InFlightUpdates, {}),
+        (StreamedTraining, {}),
+    ]
+    if slots is not None:
+        found.append((MicroGroupSampling, {"slots": slots, "order": "least_attained"}))
+    if num_generations > 2:
+        found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
+    return found
+
+
+ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
+"""Callbacks that a candidate takes the place of; a run keeps its others beside it."""
+
+
+def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
+    """Return the candidate of some callbacks; `None` if they do not go together."""
+    if len({make for make, _ in chosen}) < len(chosen):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
+            schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
+    except UsageError:
+        return None
+    return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
+
+
+def candidates(facts: RunFacts, most: int = 2, slots: int | None = None) -> Iterator[Candidate]:
+    """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
+    every = options(facts.settings.num_generations, slots)
+    for number in range(most + 1):
+        for chosen in combinations(every, number):
+            if (found := candidate(chosen, facts)) is not None:
+                yield found
+
+
+def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
+    """Return constraints as `Simulated.refused` takes them."""
+    for name in constraints:
+        if name not in CONSTRAINTS:
+            raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
+    return dict.fromkeys(constraints, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +159,13 @@ class Simulated:
 
     def refused(self, wanted: Mapping[str, float]) -> bool:
         """Whether it breaks one of the constraints."""
-        return breaks(self.schedule, self.outcome, wanted)
+        outcome = self.outcome
+        biased = self.schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
+        return (
+            ("on_policy" in wanted and outcome.stale_share > 0)
+            or ("unbiased" in wanted and biased)
+            or outcome.peak_kv > wanted.get("memory", math.inf)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +179,44 @@ class Setting:
     machine: Machine
     rounds: int
 
-    def pipeline(self, schedule: Schedule, exact_lengths: bool = False) -> Pipeline:
-        """Return what simulates a schedule, which perhaps knows lengths in advance."""
+    def outcome(
+        self, schedule: Schedule, exact: bool = False, keeps_cache: bool = False
+    ) -> Outcome:
+        """Simulate a schedule, which perhaps knows lengths in advance; see `Pipeline`."""
         about, machine = self.about, self.machine
-        if exact_lengths:
+        if exact:
             machine = replace(machine, rank_correlation=1.0)
         shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        return Pipeline(schedule, self.work, self.costs, machine, *shape)
-
-    def _outcome(self, schedule: Schedule, exact_lengths: bool = False) -> Outcome:
-        return self.pipeline(schedule, exact_lengths).run(self.rounds, WARM_UP)
+        pipeline = Pipeline(
+            schedule, self.work, self.costs, machine, *shape, keeps_cache=keeps_cache
+        )
+        return pipeline.run(self.rounds, WARM_UP)
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
-        facts = beside(facts)
-        found = candidates(facts, most_callbacks, self.about["slots"], self._turns(facts))
-        return [Simulated(c.name, c.schedule, self._outcome(c.schedule), c) for c in found]
-
-    def _turns(self, facts: RunFacts) -> int | None:
-        """Return the decode steps of an optimizer step: then its weights are there to go in.
-
-        `None` if one of them takes no time.
-        """
-        plain = candidate((), facts)
-        if plain is None:
-            return None
-        outcome = self._outcome(plain.schedule)
-        updates = self.about["steps_per_round"] * self.about["num_iterations"]
-        step = outcome.total("decoding") / max(1.0, outcome.total("decode_steps"))
-        update = outcome.total("update") / len(outcome.rounds) / updates
-        return max(1, round(update / step)) if update and step else None
+        found = candidates(beside(facts), most_callbacks, self.about["slots"])
+        return [Simulated(c.name, c.schedule, self.outcome(c.schedule), c) for c in found]
 
     def peers(self) -> list[Simulated]:
         """Simulate the rules of other packages."""
-        rows = []
-        for peer in PEERS.values():
-            schedule = peer.schedule(self.about["prompts_per_round"])
-            outcome = self._outcome(schedule, peer.exact_lengths)
-            rows.append(Simulated(peer.name, schedule, outcome))
-        return rows
+        made = {peer: peer.schedule(self.about["prompts_per_round"]) for peer in PEERS.values()}
+        return [
+            Simulated(peer.name, of, self.outcome(of, peer.exact_lengths, peer.keeps_cache))
+            for peer, of in made.items()
+        ]
+
+
+def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
+    """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual.
+
+    There are as many of these rounds as are simulated, with their prompts in another order.
+    """
+    about = about_of(traces)
+    if not traces.table("steps").num_rows or "slots" not in about:
+        return None
+    machine, newest = Machine(about["slots"], about["engines"], slowdown), Newest(traces, rounds)
+    work = Workload.of_run(newest).shuffled(0)
+    return Setting(about, work, calibrated(newest), machine, rounds)
 
 
 def about_of(traces: Traces) -> dict[str, Any]:
@@ -114,18 +230,26 @@ def about_of(traces: Traces) -> dict[str, Any]:
     return {**known, "callbacks": [json.loads(each)["class_path"] for each in given or ()]}
 
 
+def beside(facts: RunFacts) -> RunFacts:
+    """Return facts about the same run without the callbacks that decide its schedule.
+
+    Its engine decodes beside the update: the configuration of a schedule that needs it says so.
+    """
+    engine: Any = replace(EngineFacts.of(facts.settings.engine), decodes_by_itself=True)
+    settings = replace(facts.settings, engine=engine)
+    return replace(facts, settings=settings, callbacks=facts.callbacks - ALTERNATIVES)
+
+
 def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
     """Return the simulation of the run's own callbacks, if it is among these."""
     last = traces.rows("rounds")[-1]
     own = _without_slots([json.loads(each) for each in last.get("switches") or ()])
-
-    def same(row: Simulated) -> bool:
-        if row.of is None:
-            return False
-        made = _without_slots([described(each) for each in row.of.callbacks()])
-        return len(made) == len(own) and all(of in own for of in made)
-
-    return next(filter(same, rows), None)
+    for row in rows:
+        if row.of is not None:
+            made = _without_slots([described(each) for each in row.of.callbacks()])
+            if len(made) == len(own) and all(of in own for of in made):
+                return row
+    return None
 
 
 def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,16 +266,6 @@ def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
         found.append({**of, "init_args": arguments})
     return found
-
-
-def beside(facts: RunFacts) -> RunFacts:
-    """Return facts about the same run without the callbacks that decide its schedule.
-
-    Its engine decodes beside the update: the configuration of a schedule that needs it says so.
-    """
-    engine: Any = replace(EngineFacts.of(facts.settings.engine), decodes_by_itself=True)
-    settings = replace(facts.settings, engine=engine)
-    return replace(facts, settings=settings, callbacks=facts.callbacks - ALTERNATIVES)
 
 
 def missing(about: Mapping[str, Any]) -> list[str]:
@@ -186,47 +300,6 @@ def named(row: Simulated, own: Simulated | None, seconds: float | None) -> str:
         return row.name
     took = "" if seconds is None else f": {three_digits(seconds)} s measured"
     return f"{row.name}  (this run{took})"
-
-
-def what_if(
-    traces: Traces,
-    facts: RunFacts,
-    most: int = 1,
-    rounds: int = ROUNDS,
-    slowdown: float | None = None,
-) -> list[Simulated]:
-    """Simulate our callbacks, alone and combined, on the lengths and costs of a run.
-
-    Args:
-        traces: Its traces.
-        facts: Facts about it.
-        most: Callbacks of a combination.
-        rounds: Rounds that count.
-        slowdown: See `Machine`.
-
-    Returns:
-        The simulations; none if the run has too little to learn costs from.
-    """
-    setting = setting_of(traces, rounds, slowdown)
-    return [] if setting is None else setting.ours(facts, most)
-
-
-def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
-    """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual.
-
-    There are as many of these rounds as are simulated, with their prompts in another order.
-    """
-    about = about_of(traces)
-    if not traces.table("steps").num_rows or "slots" not in about:
-        return None
-    machine, newest = Machine(about["slots"], about["engines"], slowdown), Newest(traces, rounds)
-    work = Workload.of_run(newest).shuffled(0)
-    return Setting(about, work, calibrated(newest), machine, rounds)
-
-
-def plain_of(rows: Sequence[Simulated]) -> Outcome | None:
-    """Return the outcome without a callback, if the run allows that."""
-    return next((row.outcome for row in rows if row.name == PLAIN), None)
 
 
 def recommended(rows: Sequence[Simulated], wanted: Mapping[str, float]) -> Simulated | None:

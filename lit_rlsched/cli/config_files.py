@@ -16,11 +16,7 @@ class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses a key that stands twice, as one of its values would be lost."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Compose a mapping.
-
-        Raises:
-            KeyTwice: names the key and both lines.
-        """
+        """Compose a mapping."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -35,11 +31,7 @@ class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def read(given: str) -> tuple[dict[str, Any], str]:
-    """Return the settings in a file, or a sentence about what is wrong with it.
-
-    Args:
-        given: Its path.
-    """
+    """Return the settings in a file, or a sentence about what is wrong with it."""
     path = Path(given)
     if not path.is_file():
         folder = path.parent.glob("*.y*ml") if path.parent.is_dir() else []

@@ -38,11 +38,7 @@ class Parser(LightningArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Report an error in the command line or in a configuration file.
-
-        Raises:
-            Refusal: always, unless jsonargparse only tries whether something parses.
-        """
+        """Report an error in the command line or in a configuration file."""
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
@@ -79,15 +75,7 @@ def command_of(parser: argparse.ArgumentParser) -> str:
 
 @contextmanager
 def refusals(debug: bool, run: Any) -> Iterator[None]:
-    """Print one message for what the user can mend; any other error keeps its traceback.
-
-    Args:
-        debug: Whether to print the traceback as well.
-        run: Object with the `command` that runs, such as `lit-rlsched fit`.
-
-    Raises:
-        Refusal: a setting is wrong.
-    """
+    """Print one message for what the user can mend; any other error keeps its traceback."""
     try:
         try:
             yield

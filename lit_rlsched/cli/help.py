@@ -45,16 +45,7 @@ def overview(schema: Node) -> str:
 
 
 def of_command(schema: Node, command: str, topic: str) -> str:
-    """Return the help of a command.
-
-    Args:
-        schema: Schema of configuration files.
-        command: The command, such as `fit`.
-        topic: Empty for the command's own options, else a group, the name of a class, or `all`.
-
-    Raises:
-        KeyError: there is no such topic; the error's argument has the known ones.
-    """
+    """Return the help of a command."""
     about = schema["x-commands"][command]
     classes = {kind["properties"]["class_path"]["enum"][0]: kind for kind in _classes(schema)}
     topics = [*GROUPS, *classes] if about["run"] else []

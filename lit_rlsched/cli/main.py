@@ -38,7 +38,7 @@ from lit_rlsched.cli.errors import (
     plain_warnings,
     refusals,
 )
-from lit_rlsched.cli.estimate import Ledger, PlannedRun, device_memory, report
+from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
@@ -101,7 +101,7 @@ class RolloutTrainer(Trainer):
         memory: str | None = None,
         device: Literal["cpu", "cuda"] | None = None,
     ) -> None:
-        """Print how much memory the run will hold and which settings would still fit.
+        """Print how much memory the run will hold, and what helps if that is too much.
 
         Nothing is trained and no weights are loaded.
 
@@ -118,8 +118,9 @@ class RolloutTrainer(Trainer):
                 f"`model={type(model).__name__}`: the passes of your own module are not known, so "
                 "their memory cannot be estimated. Use `GRPOModule` or `RLOOModule`."
             )
-        available = device_memory(device or "cpu", memory)
-        print(report(Ledger(PlannedRun(self, model, datamodule, device or "cpu"), available)))
+        device = device or "cpu"
+        available = device_memory(device, memory)
+        print(report(PlannedRun(self, model, datamodule, device, available)))
 
 
 class RolloutCLI(LightningCLI):

@@ -10,9 +10,6 @@ def keep_heap() -> bool:
 
     CPU training gets several times faster, and the process keeps its peak memory until it ends.
     Call it before the first big allocation.
-
-    Returns:
-        Whether it took effect; without glibc (macOS, musl, Windows) nothing changes.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

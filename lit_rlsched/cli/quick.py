@@ -42,12 +42,7 @@ def schema() -> Node:
 
 
 class Refusal(SystemExit):
-    """Exit with code 2 because of a wrong setting.
-
-    Args:
-        message: Setting, value and fix.
-        command: Command whose `--help` lists the settings, such as `lit-rlsched fit`.
-    """
+    """Exit with code 2 because of a wrong setting."""
 
     def __init__(self, message: str, command: str) -> None:
         super().__init__(2)
@@ -61,14 +56,7 @@ class Refusal(SystemExit):
 
 
 def answer(args: list[str]) -> None:
-    """Print help, the version or a mistake and exit; return if the command has to run.
-
-    Args:
-        args: Arguments of the command line.
-
-    Raises:
-        SystemExit: it is answered.
-    """
+    """Print help, the version or a mistake and exit; return if the command has to run."""
     commands: Node = schema()["x-commands"]
     names = ", ".join(commands)
     if "--version" in args:
@@ -170,11 +158,7 @@ class Unclear(Exception):
 
 
 class Check:
-    """Looks for mistakes in the arguments of a command.
-
-    Args:
-        command: The command, such as `fit`.
-    """
+    """Looks for mistakes in the arguments of a command."""
 
     def __init__(self, command: str) -> None:
         about = schema()["x-commands"][command]
@@ -187,11 +171,7 @@ class Check:
         """Class last chosen for each setting that has one; None for a user's class."""
 
     def mistakes(self, args: list[str]) -> Iterator[str]:
-        """Yield the mistakes.
-
-        Raises:
-            Unclear: the rest cannot be judged here.
-        """
+        """Yield the mistakes."""
         pairs = [*_pairs(args)]
         files = {}
         for given in (v for o, v in pairs if o in ("-c", "--config") and self._settings):

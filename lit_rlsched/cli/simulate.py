@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.candidates import ALTERNATIVES, Candidate, wanted_of
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
+    ALTERNATIVES,
+    PLAIN,
     WARM_UP,
+    Candidate,
     Setting,
     Simulated,
     about_of,
@@ -19,8 +21,8 @@ from lit_rlsched.callbacks.what_if import (
     missing,
     named,
     own_schedule,
-    plain_of,
     recommended,
+    wanted_of,
 )
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
@@ -175,8 +177,7 @@ def simulate(
         facts = replace(facts, prompts=None)  # as of a run with more data
     make_schedule((), beside(facts))  # refuses these sizes, if it does so without a callback
     rows, peers = setting.ours(facts, most_callbacks), setting.peers()
-    plain = plain_of(rows)
-    assert plain is not None, "it is not refused"
+    plain = next(row.outcome for row in rows if row.name == PLAIN)
     best = recommended(rows, wanted)
     own, took = None, None
     if traces is not None and newest is not None and about == before and not lengths:

@@ -8,11 +8,10 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
-from lit_rlsched.cli.estimate import counted_peaks
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.saving.run_folder import name_of
 from lit_rlsched.run.training_run import TrainingRun
-from lit_rlsched.text import counted, format_bytes, three_digits
+from lit_rlsched.text import counted, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
 from lit_rlsched.training.run_settings import RunSettings
@@ -53,7 +52,6 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
         "run": _run(trainer, run),
         "engine": _engine(run),
         "schedule": _schedule(trainer),
-        "memory": _memory(module, run),
         "output": "nothing is written" if dry else _output(trainer),
     }
     return "\n".join([head, *(_filled(label, text) for label, text in rows.items())])
@@ -138,14 +136,6 @@ def _engine(run: TrainingRun) -> str:
     if (engines := len(engine.engines)) > 1:
         return f"{engines} engines ({name}), which decode {at_once}"
     return f"{name}, decodes {at_once}"
-
-
-def _memory(module: LightningModule, run: TrainingRun) -> str:
-    rollout, update = counted_peaks(module, run)
-    return (
-        f"{format_bytes(rollout)} of weights, optimizer state and cache in the rollout, "
-        f"{format_bytes(update)} in the update; `lit-rlsched estimate` counts activations too"
-    )
 
 
 def _schedule(trainer: Trainer) -> str:

@@ -15,12 +15,7 @@ from lit_rlsched.settings import constructor_arguments, did_you_mean
 
 
 def plain(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return one line for an error of jsonargparse.
-
-    Args:
-        message: Error message of jsonargparse.
-        parser: Parser that raised it.
-    """
+    """Return one line for an error of jsonargparse."""
     keys = re.findall(r'Parser key "([\w.]+)":', message)  # the outermost comes first
     key = ".".join(key for key in keys if key != "config")
     if match := re.search(r"unrecognized arguments: ([^\s=]+)", message):

@@ -18,10 +18,6 @@ class ControlTokens:
 
     A tokenizer makes the token that ends a turn of the text `<|im_end|>`, wherever that stands. The
     text stays as it is, as the model reads the same where it is served.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        chat_template: Chat template, if it is not the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
@@ -33,12 +29,7 @@ class ControlTokens:
         self._warned: set[str] = set()
 
     def of_reply(self, text: str, source: str) -> int:
-        """Return how many are in what a tool or `reset` has returned.
-
-        Args:
-            text: The reply.
-            source: What has returned it, for the warning.
-        """
+        """Return how many are in what a tool or `reset` has returned."""
         # what begins a task, as a row does, may tell the model to use tags such as `<think>`
         return self._count(
             self._special if source == RESET else self._any,

@@ -35,9 +35,6 @@ def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Arrow gives a message every key that another one has, with the value None; so it does with a
     row's `prompt`.
-
-    Raises:
-        UsageError: the messages are not usable; the text begins with a verb, for a row's name.
     """
     prompt = row.get("prompt")
     if prompt is None:
@@ -98,14 +95,6 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
 
     A last message of the assistant is continued, and after any other the assistant's next one
     begins, unless `add_generation_prompt` or `continue_final_message` is given.
-
-    Args:
-        row: A normalized row; its columns `tools` and `chat_template_kwargs`, which may be JSON,
-            come before the settings.
-        settings: Arguments for all rows.
-
-    Raises:
-        UsageError: a column is not usable.
     """
     given = {**settings, **(_column(row, "chat_template_kwargs", Mapping, "a dict") or {})}
     check_template_kwargs(given)

@@ -28,13 +28,7 @@ _FORMAT = "tokens-3"
 
 
 class Prompts(Sequence[Prompt]):
-    """Prompts of a data set, each made when it is asked for.
-
-    Args:
-        rows: The rows.
-        tokens: Columns `token_ids`, `hash` and `largest`; see `token_batches`.
-        numbers: Numbers of the rows that are prompts, in order.
-    """
+    """Prompts of a data set, each made when it is asked for."""
 
     def __init__(self, rows: RowTable, tokens: pa.Table, numbers: NDArray[np.int64]) -> None:
         self._rows = rows
@@ -84,11 +78,7 @@ class Prompts(Sequence[Prompt]):
         return UidIndex(self.uids)
 
     def of_uid(self, uid: str) -> Prompt:
-        """Return the prompt with this uid.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the prompt with this uid."""
         return self[self._index[uid]]
 
     @property
@@ -166,20 +156,7 @@ def tokenize(
     embeddings: int | None = None,
     environments: RowTools | None = None,
 ) -> PromptSets:
-    """Tokenise the rows of each stage.
-
-    Args:
-        rows: Rows by stage.
-        tokenizer: Tokenizer of the policy.
-        context: The model's maximum number of tokens.
-        max_completion_length: Maximum number of tokens per completion.
-        chat_template_kwargs: See `make_prompts`.
-        embeddings: Number of the model's embeddings, if prompts are checked for them.
-        environments: See `PromptTokenizer`.
-
-    Raises:
-        UsageError: a prompt and its completion do not fit into the context, or a row is unusable.
-    """
+    """Tokenise the rows of each stage."""
     if max_completion_length >= context:
         raise UsageError(
             f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the "

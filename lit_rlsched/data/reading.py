@@ -90,13 +90,7 @@ def _column(call: Callable[[Any, int], Any], row: Any, number: int) -> str:
 
 
 def of_batch(batch: pa.RecordBatch, at: At, first: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch as Python values.
-
-    Args:
-        batch: The batch.
-        at: Says where a row is.
-        first: Number of its first row.
-    """
+    """Return the rows of a batch as Python values."""
     try:
         return batch.to_pylist()
     except Exception:
@@ -121,11 +115,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: Path, at: At) -> list[Any]:
-    """Read a file that holds a list of rows.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Read a file that holds a list of rows."""
     text = decoded(path.read_bytes(), path)
     try:
         rows = json_of(text)

@@ -23,11 +23,7 @@ from lit_rlsched.types import stable_hash
 
 
 class UidIndex:
-    """Finds the position of a uid, with 8 bytes of memory for each.
-
-    Args:
-        uids: Different uids.
-    """
+    """Finds the position of a uid, with 8 bytes of memory for each."""
 
     def __init__(self, uids: pa.StringArray) -> None:
         self._uids = uids
@@ -77,11 +73,6 @@ def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> 
     """Memory-map the file of a key, after writing it if there is none.
 
     One process writes; the others of the machine wait for it and map the same file.
-
-    Args:
-        key: Name of the content. `None`: a temporary file, for content that has no stable name. A
-            folder that cannot be written has the same effect.
-        batches: Makes the content, of at least one row.
     """
     if key is None or not _writable(cache_folder()):
         with TemporaryDirectory(prefix="lit_rlsched-") as folder:
@@ -140,15 +131,7 @@ Row = dict[str, Any]
 
 
 class RowTable(Sequence[Row]):
-    """Rows of a data set.
-
-    Args:
-        table: Columns `uid`, `given` (whether the row has a column `uid`), `names` (whether the
-            prompt is a chat, and the names of the row's columns, as JSON) and `row`: a struct, or
-            JSON.
-        key: Name of the content, the same for the same rows; `None` if there is none.
-        objects: The rows themselves, normalized, if JSON cannot hold them.
-    """
+    """Rows of a data set."""
 
     def __init__(
         self, table: pa.Table, key: str | None, objects: Sequence[Row] | None = None
@@ -235,14 +218,7 @@ class RowTable(Sequence[Row]):
         return "chat messages" if rarer else "text", number, first
 
     def unique(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Keep the first of equal rows.
-
-        Returns:
-            The numbers of the rows with different uids, and of those that equal an earlier row.
-
-        Raises:
-            UsageError: two rows have the same explicit `uid`.
-        """
+        """Keep the first of equal rows."""
         first, numbers = _first(self.uids), np.arange(len(self))
         repeated = np.flatnonzero(first != numbers)
         given = self._table["given"].to_numpy()
@@ -285,13 +261,7 @@ def _first(values: pa.StringArray) -> NDArray[np.int64]:
 def record_batch(
     rows: Sequence[Row], first: int, stored: Iterable[str] | pa.StructArray
 ) -> pa.RecordBatch:
-    """Make a batch of a table.
-
-    Args:
-        rows: Normalized rows.
-        first: Number of the first row.
-        stored: The same rows as JSON or as a struct.
-    """
+    """Make a batch of a table."""
     uids, given, names = [], [], []
     named: dict[tuple[bool, tuple[str, ...]], str] = {}
     for number, row in enumerate(rows, start=first):
@@ -321,9 +291,6 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
     """Return the column `uid`, or a hash of all columns.
 
     One prompt with two answers is two prompts, and a row's uid does not depend on other rows.
-
-    Raises:
-        UsageError: the row has no stable name.
     """
     if (given := row.get("uid")) is not None:
         try:

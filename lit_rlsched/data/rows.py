@@ -50,14 +50,6 @@ def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     The rows of a `datasets.Dataset` are those of `dataset[i]`: decoded, and with its transform,
     applied once. Formats such as `torch` are left out: rows have plain Python values. Messages are
     normalized: no entry is None, and the content is a string.
-
-    Args:
-        spec: See `Rows`. Of a `DatasetDict`, saved or not, the split `train` is read.
-        has_objects: Whether each completion has an object of an environment, which may make a task
-            of its own for each row. Then rows need no `prompt`, and equal rows are kept.
-
-    Raises:
-        UsageError: a row is not usable; the message names the data set, the row and the column.
     """
     with naming("rows" if isinstance(spec, list | tuple) else name_of(spec)):
         table = _load(spec)
@@ -329,12 +321,7 @@ def _at(name: str, number: int) -> str:
 
 
 def check_prompt(columns: Collection[Any], at: str) -> None:
-    """Refuse a row without a prompt.
-
-    Args:
-        columns: Its columns.
-        at: Says where it is.
-    """
+    """Refuse a row without a prompt."""
     if "prompt" not in columns:
         raise UsageError(
             f"{at} has no column `prompt`, or an empty one; its columns are "
@@ -343,16 +330,7 @@ def check_prompt(columns: Collection[Any], at: str) -> None:
 
 
 def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
-    """Return a row with its messages normalized.
-
-    Args:
-        row: What the user gave.
-        number: Its number.
-        at: Says where a row is.
-
-    Raises:
-        UsageError: the row is not usable.
-    """
+    """Return a row with its messages normalized."""
     text = row.get("prompt") if type(row) is dict else None
     plain = type(text) is str and text and text.isascii() and not text.isspace()
     if plain and _MEDIA.isdisjoint(row):

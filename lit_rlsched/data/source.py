@@ -155,16 +155,7 @@ def check_same_order(state: Mapping[str, Any], seed: int, shuffle: bool) -> None
 
 
 class DomainSource:
-    """One `PromptSource` per domain.
-
-    Args:
-        prompts: See `PromptSource`.
-        seed: See `PromptSource`.
-        shuffle: See `PromptSource`.
-        domain_of: Returns the domain of a prompt. `None`: all have the domain `None`, and no
-            prompt is looked at.
-        multiple: See `PromptSource`.
-    """
+    """One `PromptSource` per domain."""
 
     def __init__(
         self,
@@ -189,11 +180,7 @@ class DomainSource:
         return self.sources.keys()
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
-        """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`.
-
-        Raises:
-            UsageError: there are fewer than `n` such prompts.
-        """
+        """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`."""
         return self.sources[domain].draw(n, self._of(besides, domain))
 
     def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
@@ -208,11 +195,7 @@ class DomainSource:
         return {"domains": [(d, s.state_dict()) for d, s in self.sources.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position in each domain.
-
-        Raises:
-            UsageError: the positions belong to other prompts or to other domains.
-        """
+        """Restore the position in each domain."""
         saved = dict(state["domains"]) if "domains" in state else {None: state}
         if saved.keys() != self.sources.keys():
             raise UsageError(

@@ -34,11 +34,7 @@ def check_streams(has_domains: bool) -> None:
 
 
 class RowStream:
-    """Rows of a stream, none of which has been read.
-
-    Args:
-        rows: The `datasets.IterableDataset`.
-    """
+    """Rows of a stream, none of which has been read."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -55,16 +51,6 @@ class StreamSource:
     A pass reads the stream from its beginning, with `shuffle` in the order of its shuffle buffer. A
     resumed run reads the pass again up to its position, so its next prompts are exactly those of a
     run that was not stopped. It refuses a stream that begins with other rows.
-
-    Args:
-        stream: The `datasets.IterableDataset`.
-        tokenize: Returns the token ids of a row's prompt, or refuses it with a ValueError.
-        check: Called with the uid and the columns of each row that is drawn.
-        max_prompt_length: Maximum number of tokens per prompt.
-        seed: Seed of the order.
-        shuffle: Whether to shuffle with a buffer of 1,000 rows.
-        has_objects: See `load_rows`.
-        multiple: A pass has a multiple of this number of rows; others at its end are left out.
     """
 
     domains: Collection[str | None] = (None,)
@@ -170,16 +156,7 @@ class StreamSource:
         return [peek._prompt(*row) for row in rows if row is not None]
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
-        """Take the next `n` prompts, all different.
-
-        Args:
-            n: Number of prompts.
-            besides: Uids of prompts to skip; they come first in a later draw.
-            domain: Always `None`.
-
-        Raises:
-            UsageError: a whole pass has fewer than `n` such prompts, or a row is not usable.
-        """
+        """Take the next `n` prompts, all different."""
         drawn: list[Draw] = []
         taken, waiting = {*besides}, self._deferred
         self._deferred = []
@@ -226,11 +203,7 @@ class StreamSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position by reading the pass up to it.
-
-        Raises:
-            UsageError: the position belongs to other data or to another order.
-        """
+        """Restore a position by reading the pass up to it."""
         fix = "Resume with the same data, or start a new run from the weights alone."
         if not str(state.get("fingerprint")).startswith("a stream, "):
             raise UsageError(

@@ -53,12 +53,6 @@ class PromptTokenizer:
     such as EOS, are left out: a completion would begin after the end. If the tokenizer only calls
     its Rust part, we call that directly: Python then makes one list for each prompt, and no masks
     and offsets.
-
-    Args:
-        tokenizer: Tokenizer of the policy.
-        settings: Arguments for `apply_chat_template`.
-        environments: Tools whose schemas the template gets. If a row has an environment, its prompt
-            ends before the place where that adds an observation, and `Turns` appends the rest.
     """
 
     def __init__(
@@ -82,11 +76,7 @@ class PromptTokenizer:
         """Number of threads that may call it at the same time."""
 
     def __call__(self, rows: Sequence[Row]) -> "list[array[int]]":
-        """Return the token ids of each prompt, without the end that an environment may change.
-
-        Args:
-            rows: See `whole`.
-        """
+        """Return the token ids of each prompt, without the end that an environment may change."""
         return self.begun(rows, self.whole(rows))
 
     def begun(self, rows: Sequence[Row], whole: "Sequence[array[int]]") -> "list[array[int]]":
@@ -98,15 +88,7 @@ class PromptTokenizer:
         return [ids if factory is None else ids[:-_TAIL] or ids[:1] for ids, factory in pairs]
 
     def whole(self, rows: Sequence[Row]) -> "list[array[int]]":
-        """Return the token ids of each prompt, at most to the end of the last message's text.
-
-        Args:
-            rows: Normalized rows; only `PROMPT_COLUMNS` are read.
-
-        Raises:
-            UsageError: the tokenizer has no chat template for chat messages, or a row has arguments
-                that are not for one.
-        """
+        """Return the token ids of each prompt, at most to the end of the last message's text."""
         prompts = [*map(prompt_of, rows)]
         if self._environments is not None and any(isinstance(p, str) for p in prompts):
             raise UsageError(
@@ -192,14 +174,7 @@ class PromptTokenizer:
 
 
 def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | None:
-    """Say which token of a prompt the model has no embedding for, after the prompt's name.
-
-    Args:
-        ids: Token ids of the prompt.
-        tokenizer: The tokenizer that made them.
-        embeddings: Number of the model's embeddings; it may have more than the tokenizer has
-            tokens.
-    """
+    """Say which token of a prompt the model has no embedding for, after the prompt's name."""
     for token in ids:
         if token >= embeddings:
             name = tokenizer.convert_ids_to_tokens(token)
@@ -236,9 +211,6 @@ def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.Reco
 
     `largest` is the largest token id of all prompts in the row's batch.
     The batches are made in threads: the tokenizer's Rust part releases Python's lock.
-
-    Raises:
-        UsageError: a prompt cannot be tokenised; the message has the row's number.
     """
     bar = tqdm(  # from two seconds on, in a terminal only
         total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None

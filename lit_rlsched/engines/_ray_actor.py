@@ -19,12 +19,6 @@ class EngineActor:
     """Serves an engine in a thread of its own.
 
     Calls of an actor with several threads may overtake each other, so messages are numbered.
-
-    Args:
-        version: The trainer's version of the package. The server only starts if it is the node's.
-        environment: Environment variables to add, and None for those to remove.
-        path: Entries of `sys.path` to add.
-        cores: CPU cores that the engine may use; none: all.
     """
 
     def __init__(

@@ -37,18 +37,7 @@ LOCK = "trainer.lock"
 
 
 class Reservation:
-    """A placement group with equal bundles of resources, one for each engine.
-
-    Args:
-        engines: Number of engines.
-        bundle: Resources of an engine, by Ray's names.
-        timeout: Maximum seconds to wait for the cluster, and then for the resources.
-
-    Raises:
-        UsageError: Ray is missing or too old.
-        UsageError: the cluster does not answer, or does not accept this process.
-        RunFailed: the cluster does not have the resources.
-    """
+    """A placement group with equal bundles of resources, one for each engine."""
 
     def __init__(self, engines: int, bundle: Mapping[str, float], timeout: float) -> None:
         self.bundle = dict(bundle)
@@ -118,11 +107,7 @@ class HeadWatch:
         self._ended.set()
 
     def check(self) -> None:
-        """Wait until the head answers; Ray would wait for it where no signal ends the wait.
-
-        Raises:
-            RunFailed: it does not.
-        """
+        """Wait until the head answers; Ray would wait for it where no signal ends the wait."""
         if self.lost or not self._answers():
             self.lost = True
             self.end()
@@ -157,14 +142,6 @@ def connect(cpus: float, timeout: float) -> bool:
 
     An existing cluster is that of `RAY_ADDRESS`, or one that this user has started on this node
     with `ray start`. Otherwise this process starts one, which ends with it.
-
-    Args:
-        cpus: Minimum number of CPUs of a new cluster, as Ray counts them.
-        timeout: Maximum seconds to wait until the cluster of `RAY_ADDRESS` answers.
-
-    Raises:
-        UsageError: Ray is missing or too old.
-        UsageError: the cluster does not answer, or does not accept this process.
     """
     global _own
     ray = _import_ray()
@@ -221,17 +198,7 @@ def disconnect() -> None:
 
 
 def _wait_for(address: str, said: str, timeout: float) -> None:
-    """Wait until a cluster answers; Ray itself would wait for minutes.
-
-    Args:
-        address: Host and port of the cluster.
-        said: Where the address comes from, for the error.
-        timeout: Maximum seconds to wait.
-
-    Raises:
-        UsageError: it does not answer.
-        UsageError: the address is none.
-    """
+    """Wait until a cluster answers; Ray itself would wait for minutes."""
     if address == "auto":  # Ray looks for a cluster on this node
         return
     host, _, port = address.rpartition(":")
@@ -265,9 +232,6 @@ def _new_folder() -> tuple[str, FileLock]:
     """Make a folder for the files of a cluster; remove those of trainers that were killed.
 
     Ray's own folder may belong to another user. The paths of sockets must be short.
-
-    Returns:
-        The folder, and the lock that this process holds on it.
     """
     parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     for old in parent.glob(f"ray-*/{LOCK}"):

@@ -125,12 +125,7 @@ class Settings(Protocol):
 
 
 def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`.
-
-    Raises:
-        UsageError: `engine_kwargs` allow fewer requests than there are slots, vLLM cannot compute
-            in the Trainer's precision, or it has no slot for the adapters.
-    """
+    """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`."""
     if (dtype := engine.cache_dtype(spec)) not in DTYPES.values():
         raise UsageError(
             f"`precision: 64-true` with `VLLMEngine`: vLLM computes in {', '.join(DTYPES)}, not in "
@@ -190,11 +185,7 @@ def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
 
 
 def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
-    """Arguments for a slot that holds the policy's adapters.
-
-    Raises:
-        UsageError: There are no adapters, or their rank is too large.
-    """
+    """Arguments for a slot that holds the policy's adapters."""
     if adapters is None:
         raise UsageError(
             "`VLLMEngine(enable_lora=True)`: there are no adapters for this engine. Leave it out."
@@ -272,11 +263,7 @@ def footprint(engine: Settings, spec: EngineSpec, sizes: Sizes) -> Footprint:
 
 
 def cache_tokens(engine: Settings, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
-    """Tokens that vLLM's cache will hold: whole blocks, without the one that vLLM never uses.
-
-    Raises:
-        UsageError: the cache cannot hold one prompt with its completion.
-    """
+    """Tokens that vLLM's cache will hold: whole blocks, without the one that vLLM never uses."""
     tokens = int(footprint.cache / share_of_cache(engine, spec)) // token_bytes
     capacity = max(0, tokens // engine.kv_block - 1) * engine.kv_block
     if capacity < spec.max_model_len:

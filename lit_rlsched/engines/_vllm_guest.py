@@ -80,11 +80,7 @@ def check_build(device: torch.device) -> None:
 
 
 def check_head_size(config: Any) -> None:
-    """Refuse a model whose attention heads vLLM cannot compute on CPU, before it is built.
-
-    Args:
-        config: The transformers configuration of the language model.
-    """
+    """Refuse a model whose attention heads vLLM cannot compute on CPU, before it is built."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     backend = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     sizes = backend.get_supported_head_sizes()
@@ -140,13 +136,6 @@ def building(device: torch.device, workers: int = 0) -> Iterator[None]:
 
     The state is random states, the thread count, the precision of matrix products and
     `sys.excepthook`.
-
-    Args:
-        device: The device that the engine decodes on.
-        workers: Number of worker processes for the model; 0: the model is in this process.
-
-    Raises:
-        UsageError: there are fewer CPU cores than workers.
     """
     global _cores, _owns_group
     trainers_group = torch.distributed.is_initialized()
@@ -255,11 +244,7 @@ def _end_workers(error: BaseException | None) -> None:
 
 
 def bind_threads(cores: list[int], workers: int) -> str:
-    """Share the CPU cores out among workers, in the format of `VLLM_CPU_OMP_THREADS_BIND`.
-
-    Raises:
-        UsageError: there are fewer cores than workers.
-    """
+    """Share the CPU cores out among workers, in the format of `VLLM_CPU_OMP_THREADS_BIND`."""
     each = len(cores) // workers
     if each == 0:
         raise UsageError(
@@ -305,11 +290,7 @@ ENDS = get_args(FinishReason)
 
 @contextmanager
 def naming_dead_workers(llm_engine: Any, size: int) -> Iterator[None]:
-    """Report a dead worker process as such, where vLLM only names the call that failed.
-
-    Raises:
-        EngineBroken: a worker process has died or does not answer.
-    """
+    """Report a dead worker process as such, where vLLM only names the call that failed."""
     try:
         yield
     except Exception as error:

@@ -24,15 +24,7 @@ def gpu(worker: Any) -> str:
 
 
 def join(worker: Any, init: Mapping[str, Any]) -> None:
-    """Make the connection with the trainer, in place of an earlier one.
-
-    Args:
-        worker: vLLM's worker.
-        init: Fields of the backend's `init_info_cls`, besides `WIRE`.
-
-    Raises:
-        RunFailed: NCCL cannot be used here.
-    """
+    """Make the connection with the trainer, in place of an earlier one."""
     engine = worker.weight_transfer_engine
     engine.shutdown()
     worker.init_weight_transfer_engine(known(engine.init_info_cls, {**WIRE, **init}))
@@ -40,15 +32,7 @@ def join(worker: Any, init: Mapping[str, Any]) -> None:
 
 
 def receive(worker: Any, update: Mapping[str, Any], first: bool, last: bool) -> None:
-    """Load a bucket of weights.
-
-    Args:
-        worker: vLLM's worker.
-        update: Fields of the backend's `update_info_cls`, besides `WIRE`.
-        first: Whether a sync begins. One that broke off before is finished first, since vLLM
-            would mix its weights with the new ones.
-        last: Whether it ends.
-    """
+    """Load a bucket of weights."""
     engine, runner, model = worker.weight_transfer_engine, worker.model_runner, worker.get_model()
     if first:
         if hasattr(runner, "received"):
@@ -74,9 +58,6 @@ def open_group(address: str, port: int, world_size: int) -> Any:
     """Open the trainer's end of an NCCL group, as rank 0, on the current GPU; waits for the others.
 
     vLLM was imported before (`_vllm_guest.import_vllm`).
-
-    Raises:
-        RunFailed: NCCL cannot be used here.
     """
     nccl: Any = import_module("vllm.distributed.weight_transfer.nccl_common")
     group = nccl.trainer_init(

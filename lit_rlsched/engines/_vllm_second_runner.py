@@ -31,15 +31,7 @@ WITHOUT = (
 
 
 def install(worker: Any, tokens: int) -> None:
-    """Let a worker's model runner verify the draft tokens that the scheduler gives it.
-
-    Args:
-        worker: vLLM's.
-        tokens: Maximum number of draft tokens of a request in a step.
-
-    Raises:
-        UsageError: the runner does not draw one token per request with its plain sampler.
-    """
+    """Let a worker's model runner verify the draft tokens that the scheduler gives it."""
     runner = worker.model_runner
     others = [name for name in WITHOUT if getattr(runner, name, None) is not None]
     if others or runner.decode_query_len != 1:
@@ -70,11 +62,7 @@ def prepare_inputs(runner: Any, prepare: Any, scheduled: Any, *arguments: object
 
 
 def write(table: Tensor, places: list[int], drafts: list[list[int]]) -> int:
-    """Write draft tokens into these rows of a table, in one copy that the host does not wait for.
-
-    Returns:
-        The table's number of columns.
-    """
+    """Write draft tokens into these rows of a table, in one copy without waiting."""
     most = table.shape[1]
     rows = [
         [place, *draft, *[0] * (most - len(draft))]
@@ -86,13 +74,7 @@ def write(table: Tensor, places: list[int], drafts: list[list[int]]) -> int:
 
 
 def sample(draw: Any, hidden_states: Tensor, batch: Any, grammar: Any) -> tuple[Any, Any, Any]:
-    """Draw a step, and keep each request's draws up to the first that is not its draft token.
-
-    Returns:
-        vLLM's `SamplerOutput`, with tokens `[requests, 1 + most draft tokens]` (the kept ones come
-        first in a row) and log-probs of all rows of logits; numbers of kept tokens and of rejected
-        rows, int32 `[requests]`.
-    """
+    """Draw a step, and keep each request's draws up to the first that is not its draft token."""
     output, sampled, rejected = draw(hidden_states, batch, grammar)
     if not batch.num_draft_tokens:
         return output, sampled, rejected
@@ -107,19 +89,7 @@ def sample(draw: Any, hidden_states: Tensor, batch: Any, grammar: Any) -> tuple[
 
 
 def agreeing(drawn: Tensor, read: Tensor, starts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Compare draws with draft tokens, without waiting for the device.
-
-    Args:
-        drawn: The token drawn in each row of logits `[rows]`.
-        read: The token that the model read there `[rows]`: the request's last token, then its draft
-            tokens.
-        starts: Each request's first row, and behind them the number of rows `[requests + 1]`.
-        most: Most draft tokens of a request.
-
-    Returns:
-        Draws `[requests, 1 + most]`, arbitrary after a request's last row, and int32 `[requests]`:
-        how many draft tokens are right before the first wrong one.
-    """
+    """Compare draws with draft tokens, without waiting for the device."""
     starts = starts.long()
     columns = torch.arange(1 + most, device=drawn.device)
     rows = (starts[:-1, None] + columns).clamp(max=len(drawn) - 1)

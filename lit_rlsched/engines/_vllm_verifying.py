@@ -28,11 +28,7 @@ from lit_rlsched.types import Request, no_floats, no_ids
 
 
 def install(worker: Any) -> None:
-    """Let a worker's model runner verify the draft tokens that the scheduler gives it.
-
-    Raises:
-        UsageError: the runner does not draw a token with one integer of its request's generator.
-    """
+    """Let a worker's model runner verify the draft tokens that the scheduler gives it."""
     runner = worker.model_runner
     chooser = runner.sampler.topk_topp_sampler
     check_draws(chooser.forward, runner.device)
@@ -55,28 +51,13 @@ def prepare_inputs(runner: Any, prepare: Any, scheduled: Any, *arguments: object
 
 
 class Verifier:
-    """Replaces vLLM's rejection sampler.
-
-    Args:
-        sampler: vLLM's sampler of steps without draft tokens.
-    """
+    """Replaces vLLM's rejection sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def __call__(self, metadata: Any, draft_probs: None, logits: Tensor, sampling: Any) -> Any:
-        """Draw all positions, and keep those up to the first that is not its draft token.
-
-        Args:
-            metadata: Numbers of draft tokens by request, and the tokens.
-            draft_probs: Not used.
-            logits: `[requests + draft tokens, vocabulary]`.
-            sampling: Settings and generators of the requests.
-
-        Returns:
-            vLLM's `SamplerOutput`: tokens `[requests, 1 + most draft tokens]`, with -1 after the
-            kept ones, and log-probs of all of these places.
-        """
+        """Draw all positions, and keep those up to the first that is not its draft token."""
         counts: list[int] = metadata.num_draft_tokens
         generators: dict[int, torch.Generator] = sampling.generators
         before = {i: each.get_state() for i, each in generators.items() if counts[i]}
@@ -110,9 +91,6 @@ def spread(sampling: Any, counts: list[int]) -> Any:
 
     `generators` are then the seeds of all positions, int64 `[positions]`, for `choose`. Only greedy
     requests have no generator; their seeds are 0, and their draws are not used.
-
-    Raises:
-        RuntimeError: a request that is not greedy has no generator.
     """
     generators = sampling.generators
     without = [i for i in range(len(counts)) if i not in generators]
@@ -144,16 +122,6 @@ def choose(
 
     vLLM takes the seed of each row from its generator, one at a time, which takes longer than the
     draw itself. This function also accepts the seeds.
-
-    Args:
-        forward: vLLM's own way, for rows with generators.
-        logits: `[rows, vocabulary]`.
-        generators: Generators by row, or seeds `[rows]`.
-        k: Top-k of each row `[rows]`; None: all tokens.
-        p: Top-p of each row `[rows]`; None: 1.
-
-    Returns:
-        Tokens `[rows]` and log-probs `[rows, vocabulary]`.
     """
     if not isinstance(generators, Tensor):
         return forward(logits, generators, k, p)
@@ -165,16 +133,7 @@ def choose(
 
 
 def check_draws(forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Check that `choose` draws with seeds what vLLM draws with generators.
-
-    Args:
-        forward: vLLM's function that draws a token per row of logits.
-        device: The device it runs on.
-
-    Raises:
-        UsageError: tokens, log-probs or the generator's state differ, or this vLLM lacks the
-            functions.
-    """
+    """Check that `choose` draws with seeds what vLLM draws with generators."""
     rows = 3
     ours, theirs = (torch.Generator(device).manual_seed(1) for _ in range(2))
     logits = torch.rand(rows, 64, generator=torch.Generator(device).manual_seed(2), device=device)
@@ -219,17 +178,7 @@ class Held:
 
 
 def begin(engine: Any, spec: EngineSpec, config: Any) -> DraftTokens | None:
-    """Prepare a built engine for draft tokens; None: there are none.
-
-    Args:
-        engine: vLLM's `LLMEngine`.
-        spec: The run.
-        config: vLLM's configuration.
-
-    Raises:
-        UsageError: vLLM cannot verify them with this model or this model runner, or this version
-            draws otherwise.
-    """
+    """Prepare a built engine for draft tokens; None: there are none."""
     if spec.drafting is None:
         return None
     if config.model_config.is_hybrid:
@@ -263,13 +212,7 @@ def check_sampling(requests: Sequence[Request]) -> None:
 
 
 def give(scheduler: Any, drafts: DraftTokens, held: Mapping[str, Held]) -> None:
-    """Set the draft tokens of the scheduler's next step.
-
-    Args:
-        scheduler: vLLM's.
-        drafts: What the engine's requests have drawn.
-        held: The engine's requests by id.
-    """
+    """Set the draft tokens of the scheduler's next step."""
     for name, tokens in drafts.propose([*held]).items():
         request = scheduler.requests[held[name].inside]
         # a preempted request, whose cache is gone, is prefilled in the next step
@@ -281,11 +224,6 @@ def take(drafts: DraftTokens, outputs: Sequence[Any], held: Mapping[str, Held]) 
     """Note what the requests have drawn in a step.
 
     A request can have draft tokens from its second step on, when its prompt is computed.
-
-    Args:
-        drafts: What the engine's requests have drawn.
-        outputs: vLLM's, one per request.
-        held: The engine's requests by vLLM's ids, with what they drew before.
     """
     for output in outputs:
         one = held[output.request_id]

@@ -30,11 +30,7 @@ NOISE = "lit_rlsched_noise"
 
 
 class Noise:
-    """The keys under which the generators of requests are kept.
-
-    Args:
-        by_position: Whether the model runner hashes seed and position.
-    """
+    """The keys under which the generators of requests are kept."""
 
     def __init__(self, by_position: bool) -> None:
         self._by_position = by_position
@@ -103,12 +99,7 @@ ADAPTER = 1
 
 
 def prepare(worker: Any) -> bool:
-    """Patch a worker that was just built.
-
-    Returns:
-        Whether it draws by hashing seed and position. Otherwise it draws with one generator per
-        request, which `KeptNoise` keeps from now on.
-    """
+    """Patch a worker that was just built."""
     hide_environment()  # reward workers could read it
     if multiprocessing.parent_process() is not None:
         # Ctrl-C in a terminal reaches all processes, and the trainer needs this one to stop cleanly
@@ -158,9 +149,6 @@ def unlink_shared_memory(worker: Any) -> str:
     """Unlink the shared memory of the CPU workers, which vLLM would leave behind.
 
     All workers have opened it by now and keep it until they end.
-
-    Returns:
-        The address where the workers met.
     """
     run = os.environ.get("VLLM_DIST_IDENT")
     for path in Path("/dev/shm").glob(f"{run}-*-cpushm_*") if run else ():
@@ -203,9 +191,6 @@ def load_adapters(worker: Any, adapters: Iterable[tuple[str, Tensor]]) -> None:
     """Replace the LoRA adapters in the model's only slot.
 
     vLLM reads adapters from a folder in peft's format, so they are written to a temporary one.
-
-    Raises:
-        UsageError: An adapter is of a layer without a slot, and would have no effect.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in adapters}
     rank = max(len(a) for name, a in tensors.items() if name.endswith("lora_A.weight"))

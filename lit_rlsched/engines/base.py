@@ -255,11 +255,7 @@ def check_requests(
     requests: Sequence[Request],
     vocab_size: int | None = None,
 ) -> None:
-    """Check all requests of a `submit` call before the engine takes any.
-
-    Raises:
-        UsageError: see `RolloutEngine.submit`.
-    """
+    """Check all requests of a `submit` call before the engine takes any."""
     if len(live_ids) + len(requests) > spec.slots:
         first = requests[max(spec.slots - len(live_ids), 0)].id
         raise UsageError(

@@ -47,11 +47,7 @@ TICK = 1.0
 
 
 class Watch:
-    """A thread that kills a process which takes too long to answer, so that the wait ends.
-
-    Args:
-        kill: Called with the seconds waited.
-    """
+    """A thread that kills a process which takes too long to answer, so that the wait ends."""
 
     def __init__(self, kill: Callable[[float], None]) -> None:
         self._kill = kill
@@ -91,11 +87,7 @@ class Watch:
 
 
 def pickled_engine(engine: RolloutEngine) -> bytes:
-    """Pickle an engine for its process.
-
-    Raises:
-        UsageError: the engine cannot be pickled.
-    """
+    """Pickle an engine for its process."""
     try:
         return cloudpickle.dumps(engine)
     except Exception as error:
@@ -117,19 +109,10 @@ class Link(Protocol):
         """Process id on the node where the process runs; None: it is not known yet."""
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message to the server of the process.
-
-        Raises:
-            OSError: the process has ended, as far as it is known.
-        """
+        """Send a message to the server of the process."""
 
     def receive(self) -> Any:
-        """Return the next answer of the server.
-
-        Raises:
-            OSError: the process has ended.
-            EOFError: likewise.
-        """
+        """Return the next answer of the server."""
 
     def wait(self, seconds: float) -> None:
         """Wait until the server has ended after `close`, at most so many seconds."""
@@ -142,12 +125,7 @@ class Link(Protocol):
 
 
 class PipeLink:
-    """The connection to an engine in a child process.
-
-    Args:
-        variables: Environment variables of the process, besides those of this one.
-        cores: CPU cores that it may use; None: those of this process.
-    """
+    """The connection to an engine in a child process."""
 
     def __init__(self, variables: Mapping[str, str], cores: Sequence[int] | None) -> None:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -213,13 +191,7 @@ class HasChild(Protocol):
 
 
 class Child:
-    """An engine's process, which answers messages.
-
-    Args:
-        timeouts: Time limits of answers.
-        name: Name of the engine in messages.
-        link: Connection to the process, which was started.
-    """
+    """An engine's process, which answers messages."""
 
     def __init__(self, timeouts: AnswerTimeouts, name: str, link: Link) -> None:
         self._timeouts = timeouts
@@ -236,16 +208,7 @@ class Child:
         self._watch = Watch(self._kill_hanging)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
-        """Send a message and return its answer.
-
-        Args:
-            *message: The name of a method of `_engine_server.Server`, and its arguments.
-            skipped: Called with late answers to earlier messages, which are dropped.
-
-        Raises:
-            EngineDied: the process has died or was killed.
-            Exception: an exception of the process, raised by this message or by one that was told.
-        """
+        """Send a message and return its answer."""
         self.ask(*message)
         return self.answer(skipped)
 

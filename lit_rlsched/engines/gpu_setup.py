@@ -39,12 +39,7 @@ def too_old(driver: str, cuda: int) -> int | None:
 
 
 def unseen(driver: str | None, cuda: str | None) -> str | None:
-    """Explain why PyTorch sees no GPU although `nvidia-smi` lists one.
-
-    Args:
-        driver: Version of the driver, as `driver` returns it.
-        cuda: CUDA version that PyTorch was built for; None for a CPU build.
-    """
+    """Explain why PyTorch sees no GPU although `nvidia-smi` lists one."""
     if driver is None:
         return None
     lists = "`nvidia-smi` lists a GPU, but PyTorch sees none: "
@@ -97,11 +92,7 @@ def refuse_missing_gpus(accelerator: object, devices: object) -> None:
 
 
 def warn_of_unseen_gpu(device: str) -> None:
-    """Warn if the run is on the CPU although there is a GPU and PyTorch is a CUDA build.
-
-    Args:
-        device: Type of the device that the run uses.
-    """
+    """Warn if the run is on the CPU although there is a GPU and PyTorch is a CUDA build."""
     import torch
 
     if device == "cpu" and torch.version.cuda and (why := unseen_gpu()):

@@ -37,13 +37,7 @@ def cores_of(spec: EngineSpec, cores: list[int]) -> list[int]:
 def variables_of(
     spec: EngineSpec, tensor_parallel_size: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables that let an engine's process see only its own GPUs.
-
-    Args:
-        spec: Settings of the engine.
-        tensor_parallel_size: GPUs per engine.
-        environment: Environment variables of the trainer.
-    """
+    """Return the environment variables that let an engine's process see only its own GPUs."""
     if spec.engines + spec.first_gpu == 1 or spec.device.type != "cuda":
         return {}
     first = spec.first_gpu + spec.index * tensor_parallel_size

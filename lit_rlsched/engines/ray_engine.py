@@ -191,12 +191,7 @@ class RayEngine(ProcessEngine):
 
 
 class ActorLink:
-    """The connection to an engine in a Ray actor.
-
-    Args:
-        reservation: Resources of all engines.
-        spec: Settings of the engine.
-    """
+    """The connection to an engine in a Ray actor."""
 
     def __init__(self, reservation: Reservation, spec: EngineSpec) -> None:
         import ray

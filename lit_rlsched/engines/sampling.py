@@ -49,15 +49,7 @@ def draw(
 
 
 def inverse_cdf(weights: Tensor, noise: Tensor | float) -> Tensor:
-    """Return the token whose share of the cumulative distribution contains the noise.
-
-    Args:
-        weights: `[..., V]`, proportional to the probabilities.
-        noise: `[...]`, float64 in [0, 1).
-
-    Returns:
-        `[...]`, int64; never a token without probability. `V` where a weight is NaN.
-    """
+    """Return the token whose share of the cumulative distribution contains the noise."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1]
     # strictly below the total, so that the token found has a positive probability

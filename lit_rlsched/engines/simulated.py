@@ -100,7 +100,12 @@ class SimulatedEngine(SlotEngine):
             self._held[live.id] = live
             self._await_end(live)
             self._kv_tokens += live.context
-            self._new_tokens += live.context
+            live.new = self.prefilled(live.request)
+            self._new_tokens += live.new
+
+    def prefilled(self, request: Request) -> float:
+        """Return the tokens of a new request that its first step computes."""
+        return len(request.prompt_ids) + len(request.prefix_ids)
 
     def step(self) -> list[Event]:
         return self.jump(self.steps_to_event())
@@ -208,7 +213,7 @@ class SimulatedEngine(SlotEngine):
             self._drafts.leave(live.id)
         self._kv_tokens -= live.context + self._decode_steps - live.start
         if live.start == self._decode_steps:  # aborted before its first step
-            self._new_tokens -= live.context
+            self._new_tokens -= live.new
 
 
 @dataclass(slots=True)
@@ -225,6 +230,8 @@ class _Live:
     stops: bool
     reported: int = 0
     """Tokens that events have reported."""
+    new: float = 0.0
+    """Tokens that its first step computes."""
 
     @property
     def id(self) -> str:

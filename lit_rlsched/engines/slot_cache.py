@@ -96,11 +96,7 @@ class SlotCache:
 
 
 class Parked:
-    """Which slots keep the cache of requests that have left and may come back.
-
-    Args:
-        slots: Numbers of the slots. If all are taken, the request that left first loses its own.
-    """
+    """Which slots keep the cache of requests that have left and may come back."""
 
     def __init__(self, slots: Iterable[int]) -> None:
         self._free = [*slots]

@@ -275,12 +275,7 @@ class TransformersEngine(SlotEngine):
             self._forward(torch.tensor(ids, device=self._device), positions)
 
     def _prefill_rest(self, back: Sequence[tuple[int, int, int, list[int]]]) -> None:
-        """Compute the rest of contexts whose beginning is parked.
-
-        Args:
-            back: Slot of each, the slot where it is parked, how many tokens are there, and the
-                others.
-        """
+        """Compute the rest of contexts whose beginning is parked."""
         slots, parked, known, _ = map(list, zip(*back, strict=True))
         self._cache.copy(parked, slots, max(known))
         self._cached_tokens += sum(known)
@@ -299,13 +294,7 @@ class TransformersEngine(SlotEngine):
             )
 
     def _decode(self, token: Tensor, position: Tensor, slots: list[int] | None = None) -> Tensor:
-        """Feed next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`.
-
-        Args:
-            token: Tokens of every row.
-            position: Their positions.
-            slots: Slots of the rows, if they are not the first. Logits are then of no use.
-        """
+        """Feed next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`."""
         length = int(position.max()) + 1
         self._cache.decode(position, length, slots)
         ahead = torch.arange(length, device=self._device) > position[:, None, :, None]

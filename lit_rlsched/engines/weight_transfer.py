@@ -161,12 +161,7 @@ class WeightTransfer(WeightsStore):
         messages: Sequence[tuple[Any, ...]],
         meanwhile: Callable[[], object] | None = None,
     ) -> list[Any]:
-        """Ask each engine, while `meanwhile` runs in another thread; return the answers.
-
-        Raises:
-            SomeDied: names those that died, or did not answer because another one had died.
-            Exception: the first error of an engine, or of `meanwhile`.
-        """
+        """Ask each engine, while `meanwhile` runs in another thread; return the answers."""
         calls = [
             in_thread(engine.child.call, "engine", *message)
             for engine, message in zip(engines, messages, strict=True)
@@ -272,13 +267,7 @@ TRANSFERS: dict[str, type[WeightTransfer]] = {"ipc": IPCTransfer, "nccl": NCCLTr
 
 
 def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> None:
-    """Refuse a transfer that this engine cannot receive.
-
-    Args:
-        setting: Value of `weight_transfer`.
-        engine: Engine that runs in the process.
-        owner: Name of the class whose setting it is.
-    """
+    """Refuse a transfer that this engine cannot receive."""
     if setting is None:
         return
     said = f"`{owner}(weight_transfer={setting!r})`"
@@ -309,11 +298,7 @@ def check_gpus(gpus: Placed, setting: str) -> None:
 
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the NCCL rank of each engine's first worker; rank 0 is the trainer.
-
-    Args:
-        sizes: Number of each engine's workers.
-    """
+    """Return the NCCL rank of each engine's first worker; rank 0 is the trainer."""
     return [1 + sum(sizes[:index]) for index in range(len(sizes))]
 
 

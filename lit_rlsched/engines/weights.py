@@ -215,11 +215,7 @@ class PackedWeights:
 
 
 def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:
-    """Group tensors in their order; only a single larger tensor exceeds `limit` bytes.
-
-    Yields:
-        A group, and whether it is the last.
-    """
+    """Group tensors in their order; only a single larger tensor exceeds `limit` bytes."""
     group: list[Named] = []
     size = 0
     for name, tensor in named:

@@ -23,11 +23,7 @@ class Answer(NamedTuple):
 
 
 def message_of(data: bytes) -> list[Any]:
-    """Return a worker's message.
-
-    Raises:
-        BadMessage: a worker sends no such message.
-    """
+    """Return a worker's message."""
     fields = {"ready": 0, "loading": 1, "unloadable": 1, "answer": 4, "pong": 0, "worn": 0}
     try:
         message = json.loads(data.decode())
@@ -40,13 +36,7 @@ def message_of(data: bytes) -> list[Any]:
 
 
 def checked(what: str, result: Any, failure: Any) -> Any:
-    """Return the result of an answer, whose parts have the types that they must have.
-
-    Raises:
-        TypeError: they have others.
-        ValueError: or other numbers of parts.
-        BadMessage: or a score is none.
-    """
+    """Return the result of an answer, whose parts have the types that they must have."""
     if failure is not None:
         if type(failure) is not str:
             raise TypeError

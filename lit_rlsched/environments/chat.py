@@ -51,17 +51,6 @@ class ToolChat:
     Only replies go through the template, as in TRL (`GRPOTrainer._get_tool_suffix_ids`): the tokens
     of a turn are those that follow its end token where the template renders the reply. What was
     drawn stays as it was drawn, whatever the template would make of it.
-
-    Args:
-        tokenizer: Tokenizer with a chat template. Its `response_template` says how calls are
-            written. Without one, or if it does not read what the chat template renders, the known
-            one that does is taken.
-        settings: Arguments for `apply_chat_template`.
-        end_tokens: Ids of the tokens that end a turn.
-
-    Raises:
-        UsageError: the template has no tools, changes earlier turns, or writes calls in a way that
-            nothing reads.
     """
 
     def __init__(
@@ -87,11 +76,6 @@ class ToolChat:
 
         What cannot be parsed, such as a call whose JSON is cut, or is nested too deeply for what
         reads it later, is a message of text.
-
-        Args:
-            before: Token ids of the prompt and of all turns before.
-            turn: Token ids of the turn.
-            schemas: JSON schemas of the tools; arguments get their types from them.
         """
         try:
             message, calls = self._parsed(self._reader, before, turn, schemas)
@@ -148,13 +132,7 @@ class ToolChat:
     def replies(
         self, message: Mapping[str, Any], answers: Sequence[tuple[str, Any, bool]]
     ) -> list[dict[str, Any]]:
-        """Return the messages of replies, each with the id of its call if that has one.
-
-        Args:
-            message: Message of the turn with the calls.
-            answers: Name and reply of each call, and whether it failed. Those of one tool are in
-                the order of its calls.
-        """
+        """Return the messages of replies, each with the id of its call if that has one."""
         ids: dict[str, list[str]] = {}
         for call in message.get("tool_calls", ()):
             if "id" in call:
@@ -168,18 +146,7 @@ class ToolChat:
     def reply(
         self, messages: Sequence[Mapping[str, Any]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
     ) -> list[int] | None:
-        """Return the tokens of replies, and of the beginning of the next turn.
-
-        Args:
-            messages: Messages with `role` (`tool`), `name` and `content`, perhaps `tool_call_id`.
-                A content is a text or a list, which the template gets as it is, or as a text if it
-                would leave a list out.
-            room: Maximum number of tokens; None is returned if there are more.
-            row: Columns of the row, which may have arguments for the template.
-
-        Raises:
-            ValueError: the template cannot render this reply.
-        """
+        """Return the tokens of replies, and of the beginning of the next turn."""
         messages = [{**each, "content": self._readable(each["content"])} for each in messages]
         if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None

@@ -88,11 +88,7 @@ class OpenEnv:
             self._socket = None
 
     def get_reward(self) -> float:
-        """Return the sum of the episode's rewards.
-
-        Raises:
-            RuntimeError: its connection was lost.
-        """
+        """Return the sum of the episode's rewards."""
         if self._lost:
             raise RuntimeError(f"The connection to {hide_keys(self.url)} was lost in an episode.")
         return self._total
@@ -105,15 +101,6 @@ def openenv(url: str, tool: str = "step") -> type[OpenEnv]:
     the model is told all that the server's schema says of them, such as the allowed values. The
     reply is the observation: its text, if it has one field with a text, else JSON. The reward is
     the sum of the episode's rewards. A call after its end is answered with an error.
-
-    Args:
-        url: Address of a running server, such as `http://127.0.0.1:8000`. It must allow as many
-            sessions as there are completions, or `max_sessions`.
-        tool: Name of the tool.
-
-    Raises:
-        UsageError: a package is not installed, no such server answers, or its action or a field of
-            it may have several forms.
 
     Example::
 

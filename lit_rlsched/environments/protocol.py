@@ -65,16 +65,6 @@ def own_reward(kind: type) -> Reward:
 class Environments:
     """The tools and environments of a run.
 
-    Args:
-        tools: Functions that every completion may call, or their import paths. Types and a
-            Google-style docstring say how: see `transformers.utils.get_json_schema`.
-        factory: A class, or a function without arguments, whose objects have a method `reset`; its
-            import path; the address of an OpenEnv server; or a dict of several by name. Then each
-            row names its own in the column `environment`. Public methods are tools.
-
-    Raises:
-        UsageError: a tool has no types or docstring, two have one name, or a class has no `reset`.
-
     Example:
         >>> def add(a: int, b: int) -> int:
         ...     '''Add two numbers.
@@ -169,11 +159,7 @@ class Environments:
         return json.dumps(kinds, sort_keys=True)
 
     def of(self, columns: Mapping[str, Any]) -> Environment:
-        """Return the environment of a row.
-
-        Raises:
-            UsageError: the row names none of them.
-        """
+        """Return the environment of a row."""
         if not self.several:
             return self.by_name[None]
         name = columns.get(COLUMN)

@@ -24,13 +24,6 @@ def load(template: Mapping[str, Any], whole: str | None = None) -> Reader:
 
     Text before, between and behind calls is joined; Transformers keeps the last part. A call begins
     where its end follows; Transformers also reads one that the end of the turn cuts off.
-
-    Args:
-        template: The response template.
-        whole: Pattern of what follows the beginning of a whole call; None: anything up to its end.
-
-    Raises:
-        ValueError: it is not a response template.
     """
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -51,13 +44,7 @@ def load(template: Mapping[str, Any], whole: str | None = None) -> Reader:
 
 
 def known(starts: Sequence[str], ends: Sequence[str]) -> Iterator[Reader]:
-    """Yield a response template for each syntax.
-
-    Args:
-        starts: What stands before a turn of the assistant. A thought that is begun there is part of
-            the turn.
-        ends: End tokens.
-    """
+    """Yield a response template for each syntax."""
     start = [re.split("|".join(map(re.escape, _THOUGHTS)), each)[0] for each in starts]
     end = "|".join(map(re.escape, ends)) or "(?!)"
     for calls in _syntaxes(end):
@@ -194,11 +181,7 @@ def dummy_replies(*calls: tuple[str, str | None]) -> list[dict[str, Any]]:
 
 
 def functions_in(parsed: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield name and arguments of parsed calls: flat, nested as in OpenAI's form, or lists of them.
-
-    Raises:
-        ValueError: one has no name, or a list has no call.
-    """
+    """Yield name and arguments of parsed calls: flat, nested as OpenAI does, or lists of them."""
     if parsed == []:
         raise ValueError("a list without a call")
     for call in [parsed] if isinstance(parsed, Mapping) else parsed:

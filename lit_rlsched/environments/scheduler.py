@@ -96,16 +96,6 @@ class EnvironmentScheduler:
     again. If it is not clear whose call it was, each of them is opened again alone in a worker.
     A reward function that takes too long has failed, and the other sessions go on: its thread
     cannot be ended, so the worker gets no new sessions, another one does, and it ends with its own.
-
-    Args:
-        environments: Tools and environments.
-        rewards: Reward functions that are called with environments.
-        workers: Number of worker processes. Calls of several sessions run at the same time in each.
-        timeout: Seconds that an answer may take before the worker is killed.
-        max_sessions: Maximum number of open sessions; others wait. None: any number.
-        memory_limit: Bytes for all sessions of a worker, on top of what it holds at first. None:
-            half of the machine's memory, divided among the workers.
-        env_vars: Names of environment variables that the workers see besides the usual ones.
     """
 
     def __init__(
@@ -151,12 +141,7 @@ class EnvironmentScheduler:
         return sum(len(worker.sessions) for worker in self._workers)
 
     def start(self) -> None:
-        """Launch the workers and wait until they have imported tools and classes.
-
-        Raises:
-            UsageError: a tool or a class cannot be sent to another process.
-            RunFailed: it cannot be loaded there.
-        """
+        """Launch the workers and wait until they have imported tools and classes."""
         if self._workers:
             return
         require_posix("The environment workers")
@@ -204,14 +189,7 @@ class EnvironmentScheduler:
     def open(
         self, key: Hashable, name: str | None, columns: Mapping[str, Any], state: str = ""
     ) -> None:
-        """Begin a session; the answer is the observation of `reset`, or None.
-
-        Args:
-            key: Names the session.
-            name: Name of the environment.
-            columns: Arguments of `reset`.
-            state: See `Answer`; it is loaded in place of a call of `reset`.
-        """
+        """Begin a session; the answer is the observation of `reset`, or None."""
         assert key not in self._sessions, f"{key} is open"
         self.start()
         self._numbers += 1
@@ -236,13 +214,7 @@ class EnvironmentScheduler:
         return session is not None and session.alone and session.worker is None
 
     def reward(self, key: Hashable, row: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Call the reward functions; the answer has the `Result` of each, by its number.
-
-        Args:
-            key: Names the session.
-            row: Arguments of `packed_row`.
-            timeout: Seconds for each function, instead of the time-out of rewards.
-        """
+        """Call the reward functions; the answer has the `Result` of each, by its number."""
         assert self._rewards is not None
         timeout = timeout or self._rewards.timeout
         together = timeout * len(self._rewards.of_environments)
@@ -402,14 +374,7 @@ class EnvironmentScheduler:
     def _replace(
         self, worker: _Worker, to_blame: Mapping[int, str] | None = None, why: str = ""
     ) -> None:
-        """Kill a worker and launch another one.
-
-        Args:
-            worker: A worker that has died, or is to be killed.
-            to_blame: Failures of the sessions that are the reason, by number. None: one of those
-                that wait for an answer.
-            why: Failure of that one; by default that the worker has died.
-        """
+        """Kill a worker and launch another one."""
         death = self._end(worker)
         if not worker.ready and (worker.error or not self._started):
             raise RunFailed(

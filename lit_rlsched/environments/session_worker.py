@@ -58,11 +58,7 @@ class Session:
 
 
 class Sessions:
-    """Holds a session for each completion; calls of different ones run at the same time.
-
-    Args:
-        connection: Pipe to the trainer.
-    """
+    """Holds a session for each completion; calls of different ones run at the same time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -192,11 +188,7 @@ class Sessions:
     async def _call(
         self, session: Session, calls: Sequence[tuple[str, Any]]
     ) -> list[tuple[str, str | list[Any], bool]]:
-        """Call tools in TRL's order: sync ones one after the other, then async ones together.
-
-        Returns:
-            Name and reply of each call, and whether it failed.
-        """
+        """Call tools in TRL's order: sync ones one after the other, then async ones together."""
         replies, waiting = [], []
         for name, arguments in calls:
             tool = session.tools.get(name)
@@ -299,9 +291,6 @@ def content_of(reply: Any) -> str | list[Any]:
 
     A list that JSON would change, as it holds tuples or objects, is its text too: it is as Python
     prints it, which is what most templates make of a list.
-
-    Raises:
-        TypeError: it has an image.
     """
     if not isinstance(reply, list):
         return text_of(reply)

@@ -140,11 +140,7 @@ integrals and products of polynomials.
 
 @functools.cache
 def import_reasoning_gym() -> Any:
-    """Import the library in the version that was reviewed.
-
-    Raises:
-        UsageError: another version is installed.
-    """
+    """Import the library in the version that was reviewed."""
     installed = importlib.metadata.version("reasoning-gym")
     if installed != VERSION:
         raise UsageError(
@@ -166,11 +162,7 @@ def verifier_of(task: str) -> Callable[..., float]:
 
 
 def checked_entry(task: object, metadata: object, answer: object, question: object) -> Entry:
-    """Return a row's columns once their types and sizes are checked, whoever made the row.
-
-    Raises:
-        UsageError: the data set was not reviewed, or a column is not what it must be.
-    """
+    """Return a row's columns once their types and sizes are checked, whoever made the row."""
     if not isinstance(task, str) or task not in REVIEWED:
         raise UsageError(
             f"`task={task!r:.80}`: `reasoning_gym_reward` scores only data sets whose verifier was "
@@ -205,13 +197,7 @@ def _check_plain(entry: Entry) -> None:
 
 
 def score_entry(task: str, answer: str | None, entry: Entry) -> float:
-    """Return the score of an answer. One that cannot be read scores like a missing one.
-
-    Args:
-        task: Name of the data set.
-        answer: The model's answer; None if it gave none.
-        entry: From `checked_entry`.
-    """
+    """Return the score of an answer. One that cannot be read scores like a missing one."""
     review = REVIEWED[task]
     if answer is not None and not review.admits(answer):
         answer = None

@@ -40,11 +40,7 @@ def check_env_vars(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_memory_limit(limit: str | int | None) -> int | None:
-    """Return the limit in bytes.
-
-    Raises:
-        UsageError: it is not a size, or too small for a worker.
-    """
+    """Return the limit in bytes."""
     if limit is None:
         return None
     size = parse_bytes(limit, "memory_limit")
@@ -54,14 +50,7 @@ def check_memory_limit(limit: str | int | None) -> int | None:
 
 
 def as_functions(given: object) -> list[Callable[..., Any]]:
-    """Return reward functions as a list.
-
-    Args:
-        given: One or several, each a function or, as in a configuration, its import path.
-
-    Raises:
-        UsageError: names what is not a function, and why.
-    """
+    """Return reward functions as a list."""
     if not given:
         raise UsageError("`reward_funcs` is empty. Give at least one reward function.")
     several = list(given) if isinstance(given, list | tuple) else [given]
@@ -94,11 +83,7 @@ def _imported(path: str) -> Any:
 
 
 def environment_of(function: Any) -> tuple[str, ...]:
-    """Return the attribute `env_vars`: environment variables that only this function may see.
-
-    Raises:
-        UsageError: the attribute is not a list of names.
-    """
+    """Return the attribute `env_vars`: environment variables that only this function may see."""
     names = getattr(function, "env_vars", None)
     if names is None:
         names = getattr(unwrap(function), "env_vars", None) or ()
@@ -113,13 +98,7 @@ def environment_of(function: Any) -> tuple[str, ...]:
 
 
 def check_seen_by_tools(name: str, own: Iterable[str], shared: Iterable[str]) -> None:
-    """Refuse `env_vars` of a function that is called with environments, where tools run too.
-
-    Args:
-        name: Name of the function.
-        own: Its `env_vars`.
-        shared: Names of environment variables that all workers see besides the usual ones.
-    """
+    """Refuse `env_vars` of a function that is called with environments, where tools run too."""
     seen = worker_environment(shared)
     if secret := [variable for variable in own if variable in os.environ and variable not in seen]:
         raise UsageError(
@@ -174,12 +153,7 @@ def names_argument(function: Callable[..., Any], argument: str) -> bool:
 
 
 def check_names(columns: Sequence[str], at: str) -> None:
-    """Refuse columns that have the name of an argument, as no function would ever see them.
-
-    Args:
-        columns: Columns of a row.
-        at: Says where the row is, for the message.
-    """
+    """Refuse columns that have the name of an argument, as no function would ever see them."""
     if hidden := [name for name in (*GIVEN, *OFFERED) if name in columns]:
         raise UsageError(
             f"The column {', '.join(f'`{name}`' for name in hidden)} of {at} would not reach any "
@@ -190,20 +164,7 @@ def check_names(columns: Sequence[str], at: str) -> None:
 def check_columns(
     function: Callable[..., Any], name: str, row_columns: Sequence[str], at: str
 ) -> None:
-    """Refuse a function that cannot be called with the columns of a row.
-
-    Args:
-        function: Reward function. An attribute `required_columns` names columns that it needs
-            besides its arguments.
-        name: Name of the function.
-        row_columns: Columns of the row.
-        at: Says where the row is, for the message.
-
-    Raises:
-        UsageError: the function has an argument that is not passed or requires one that no column
-            provides, or it does not accept one that it is called with; names function, argument
-            and columns.
-    """
+    """Refuse a function that cannot be called with the columns of a row."""
     parameters = _parameters(function)
     anything = _takes_anything(parameters)
     required = [
@@ -243,12 +204,6 @@ def tokens_looked_for(
     These are tags for reasoning and answers, pairs such as `<sql>` and `</sql>`, and tokens in the
     code of a function or in a prompt. Other tokens of the chat template mark turns: they count only
     if they are in the function itself.
-
-    Args:
-        functions: The reward functions.
-        tokens: Special tokens besides those that end, begin or pad a text.
-        template: The chat template.
-        prompts: Some prompts, as text.
     """
     sources = [_sources(function) for function in functions]
     own, around = ("\n".join(source[i] for source in sources) for i in (0, 1))

@@ -67,11 +67,7 @@ _OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def work_out(text: str) -> Fraction:
-    """Return the value of a formula, exactly.
-
-    Raises:
-        ValueError: `text` is not a formula, or is too large, or has no value.
-    """
+    """Return the value of a formula, exactly."""
     try:
         return _Reader(text).value()
     except ArithmeticError as error:  # a division by zero, an overflow

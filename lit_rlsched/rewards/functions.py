@@ -55,17 +55,6 @@ def reasoning_gym_reward(
     No text of a model or a row is run: data sets whose own verifier would do so are scored by
     verifiers of this package (`lit_rlsched.rewards.answers`). An answer of the wrong form scores
     like a missing one.
-
-    Args:
-        completions: Completions, as text or chat messages.
-        task: Name of the data set, such as `countdown`.
-        metadata: `metadata` of the entry, as a dict or as JSON.
-        answer: `answer` of the entry.
-        question: `question` of the entry.
-        **kwargs: Ignored.
-
-    Raises:
-        UsageError: the data set was not reviewed, or a column is not what it must be.
     """
     rows = len(completions)
     return [
@@ -151,15 +140,6 @@ def math_verify_reward(
     The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. If the gold is a
     number, the answer must be worked out: `6 - 9` is not -3, and of `6 - 9 = 1` the 1 counts. As
     math-verify does, units, percent signs and a variable before the answer (`x=5`) are left out.
-
-    Args:
-        completions: Completions, as text or chat messages; a boxed answer takes precedence.
-        answer: Gold answers: a number, or one answer in LaTeX, alone (`$...$` or not) or at the end
-            of a worked solution, in `\boxed{...}` or after `####`, as in GSM8K. A run refuses a row
-            whose gold cannot be read; elsewhere its score is None.
-        solution: Gold answers under TRL's name, used if there is no column `answer`.
-        log_failure: Called if a gold answer cannot be read.
-        **kwargs: Ignored.
     """
     golds = answer if answer is not None else solution
     if golds is None:
@@ -201,12 +181,7 @@ math_verify_reward.check_row = check_math_verify_row  # type: ignore[attr-define
 
 
 class SoftOverlongPunishment:
-    """DAPO's length penalty (eq. 13): 0 for short completions, falling linearly to -1.
-
-    Args:
-        max_completion_length: Number of tokens at which the penalty reaches -1.
-        soft_punish_cache: Number of tokens before that limit over which the penalty falls.
-    """
+    """DAPO's length penalty (eq. 13): 0 for short completions, falling linearly to -1."""
 
     __name__ = "soft_overlong_punishment_reward"
 

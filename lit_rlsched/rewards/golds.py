@@ -49,15 +49,7 @@ _MISREAD = {
 
 
 def answer_of(gold: object) -> str:
-    r"""Return the answer that a gold states, without delimiters.
-
-    Args:
-        gold: A number, or text: the answer alone, also as `$...$` or `\boxed{...}`, or a worked
-            solution that ends in `\boxed{...}` or `#### ...`.
-
-    Raises:
-        UsageError: it states none.
-    """
+    r"""Return the answer that a gold states, without delimiters."""
     if isinstance(gold, numbers.Rational) and not isinstance(gold, bool):
         return str(gold)
     if isinstance(gold, numbers.Real | Decimal) and not isinstance(gold, bool):
@@ -110,11 +102,7 @@ def _forms(answer: str) -> list[str]:
 
 
 def read_gold(gold: object) -> list[Any]:
-    """Return all forms of a gold answer, as `math_verify.verify` takes them.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return all forms of a gold answer, as `math_verify.verify` takes them."""
     answer = answer_of(gold)
     text = str(gold).strip()
     return _read(answer, text if len(text) <= LONGEST else answer)
@@ -141,12 +129,7 @@ def _read(answer: str, text: str) -> list[Any]:
 
 
 def find_answer(text: str, choice: bool = False) -> list[Any]:
-    """Return the answer of a completion, as math-verify finds it.
-
-    Args:
-        text: The completion; a boxed answer takes precedence.
-        choice: Whether the letter in `Answer: B` is an answer.
-    """
+    """Return the answer of a completion, as math-verify finds it."""
     import math_verify as mv
 
     targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]

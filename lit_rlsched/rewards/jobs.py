@@ -76,11 +76,7 @@ def kind_of(failure: str) -> str:
 
 
 def parse_message(data: bytes) -> tuple[str, list[Any]]:
-    """Return the kind and the fields of a worker's message.
-
-    Raises:
-        BadMessage: a worker sends no such message.
-    """
+    """Return the kind and the fields of a worker's message."""
     try:
         message = json.loads(data.decode())
     except (ValueError, RecursionError):
@@ -165,12 +161,7 @@ def scored(job: Job) -> ScoredJob:
 
 
 class FailureCounts:
-    """Counts of failures. The 1st, 10th, 100th ... of each kind is logged.
-
-    Args:
-        names: Names of the reward functions.
-        log_failures: Whether each function calls `log_failure`.
-    """
+    """Counts of failures. The 1st, 10th, 100th ... of each kind is logged."""
 
     def __init__(self, names: Sequence[str], log_failures: Sequence[bool]) -> None:
         self._counts: Counter[str] = Counter()

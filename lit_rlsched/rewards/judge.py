@@ -43,11 +43,6 @@ def quoted(value: Any, delimiter: str = "", tokens: Iterable[str] = ()) -> Any:
     """Return a value for a question, without its closing delimiter and without control tokens.
 
     Each of these is spelled out with spaces between its letters, so that the judge still sees it.
-
-    Args:
-        value: Text. Numbers are returned unchanged, as a template may format them.
-        delimiter: Words that mark the end of the value in the question.
-        tokens: Control tokens of the judge's tokenizer, besides the usual ones.
     """
     if isinstance(value, int | float):
         return value
@@ -215,16 +210,7 @@ class Judge(RemembersInit, ABC):
         reward_timeout: float = 60.0,
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """Judge all completions concurrently.
-
-        Args:
-            prompts: Prompts, as text or chat messages.
-            completions: Completions, as text or chat messages.
-            log_failure: Called with the kind of failure and the reason if there is no score.
-            log_extra: Called with a column's name and its values.
-            reward_timeout: Seconds the call may take.
-            **columns: The rows' other columns.
-        """
+        """Judge all completions concurrently."""
         log_failure = log_failure or self._warn
         answers = [""] * len(completions)
         limit = reward_timeout * SHARE_OF_TIMEOUT

@@ -24,15 +24,7 @@ MAX_DEATHS = 20
 
 
 class WorkerPool:
-    """Pool of workers.
-
-    Args:
-        setup: See `WorkerProcess`.
-        names: Names of all reward functions.
-        environment: Environment variables of the workers.
-        size: Number of workers.
-        selector: Every worker's pipe is registered here, with the pool and the worker as its data.
-    """
+    """Pool of workers."""
 
     def __init__(
         self,
@@ -74,11 +66,7 @@ class WorkerPool:
         self._deaths.clear()
 
     def feed(self, seconds: float) -> None:
-        """Send work to idle workers.
-
-        Args:
-            seconds: Recent duration of scoring one completion.
-        """
+        """Send work to idle workers."""
         for worker in self.workers:
             if self.queue and worker.ready and not worker.busy:
                 worker.assign(self._next_batch(seconds))
@@ -95,15 +83,7 @@ class WorkerPool:
         return batch
 
     def remove(self, worker: WorkerProcess, failure: str | None) -> list[tuple[Job, int, Result]]:
-        """Kill a worker; return its failed calls: job, number of the function, result.
-
-        Args:
-            worker: Worker that has died or is to be killed.
-            failure: Failure of the calls that it runs; None if it has died.
-
-        Raises:
-            RunFailed: too many workers in a row ended in the same way.
-        """
+        """Kill a worker; return its failed calls: job, number of the function, result."""
         self._selector.unregister(worker.connection)
         self.workers.remove(worker)
         death = worker.kill()

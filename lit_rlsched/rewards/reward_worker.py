@@ -226,11 +226,7 @@ def limit_memory(more: int) -> None:
 
 
 def drop_capability(number: int) -> None:
-    """Give up a capability for good, for this process and all that it starts. Linux only.
-
-    Raises:
-        OSError: the kernel does not allow it.
-    """
+    """Give up a capability for good, for this process and all that it starts. Linux only."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

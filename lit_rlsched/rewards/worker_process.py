@@ -32,11 +32,6 @@ def held_memory(pid: int, more_than: float = 0) -> int:
 
     This counts private memory, in RAM and in swap, and shared memory: the larger of the mapped
     memory and of that in open memfds and open files of `/dev/shm`, as mostly these are the same.
-
-    Args:
-        pid: Process id.
-        more_than: Below this many bytes a quicker method is used. It counts memory that is shared
-            after a fork once for each process.
     """
     if sys.platform != "linux":
         return 0
@@ -127,14 +122,7 @@ _SCRIPT = Path(__file__).with_name("reward_worker.py")
 
 
 class GuardedProcess:
-    """A process that runs code of users or models: it dies with this one, and if it takes too much.
-
-    Args:
-        script: Python file, which gets a `ChildProcess`'s arguments and reads `setup` first.
-        setup: What the script needs.
-        environment: Environment variables of the process.
-        memory_limit: Bytes that it may take on top of what it holds when `watch_memory` is called.
-    """
+    """A process for code of users or models: it dies with this one, and if it takes too much."""
 
     def __init__(
         self,
@@ -221,12 +209,6 @@ class WorkerProcess(GuardedProcess):
 
     It runs the sync calls of a batch in order, so the first one without a score is the running one;
     then it runs all coroutines of the batch concurrently.
-
-    Args:
-        setup: Pickled functions by number (`functions`), `is_async` and `offered` of all functions,
-            and `memory_limit`: the bytes that calls may take on top of what the loaded functions
-            hold.
-        environment: Environment variables of the process.
     """
 
     def __init__(self, setup: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -269,12 +251,7 @@ class WorkerProcess(GuardedProcess):
         self._set_deadline(time.monotonic())
 
     def receive(self) -> tuple[Job, int, Result] | None:
-        """Read one message; if it is a score, return the job, the function and the result.
-
-        Raises:
-            BadMessage: a reward function must have written it.
-            OSError: the process has died (EOFError, too), or sends no complete message.
-        """
+        """Read one message; if it is a score, return the job, the function and the result."""
         kind, fields = parse_message(self.connection.recv_bytes(MAX_MESSAGE))
         if kind == "score":
             key, index, stamp, *result = fields

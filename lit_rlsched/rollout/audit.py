@@ -114,11 +114,7 @@ def restart_stale(groups: Iterable[Group], version: int, rule: RoundRule) -> lis
 def put_off_old(
     groups: Iterable[Group], version: int, rule: RoundRule
 ) -> list[tuple[Completion, Completion]]:
-    """Make drafts of completions that are as old as `rule.verifies_from`, finished or not.
-
-    Returns:
-        Each of them, with a copy from before.
-    """
+    """Make drafts of completions that are as old as `rule.verifies_from`, finished or not."""
     if (age := rule.verifies_from) is None:
         return []
     old = [c for g in groups for c in g.completions if c.staleness(version) >= age]
@@ -130,11 +126,7 @@ def put_off_old(
 
 
 def give_scores_back(before: Iterable[tuple[Completion, Completion]]) -> None:
-    """Give completions the scores that they had, where verification has kept all their tokens.
-
-    Args:
-        before: What `put_off_old` returned.
-    """
+    """Give completions the scores that they had, where verification has kept all their tokens."""
     for completion, was in before:
         if was.scored and completion.token_ids == was.token_ids:
             for name in ("text", "scores", "extra", "logged", "dropped"):
@@ -144,14 +136,7 @@ def give_scores_back(before: Iterable[tuple[Completion, Completion]]) -> None:
 def settle(
     groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
 ) -> Harvest:
-    """Split a finished round into trained and remaining groups, and reset discarded completions.
-
-    Args:
-        groups: Groups of the round.
-        rule: Rule of the round.
-        state: State in which the round ended.
-        stale: What `restart_stale` returned before the round.
-    """
+    """Split a finished round into trained and remaining groups, and reset discarded completions."""
     begun = [c for g in groups for c in (*g.completions, *state.stopped.get(g.id, ()))]
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
     trained, left = rule.settle(groups, state)

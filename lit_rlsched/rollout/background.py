@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs one rollout at a time in a thread, and keeps the hooks that it calls for `wait`.
-
-    Args:
-        in_flight: When `meeting` stops the rollout; `None`: never.
-        heed: Called by a rollout that is not in the background, before each step.
-    """
+    """Runs one rollout at a time in a thread, and keeps the hooks that it calls for `wait`."""
 
     def __init__(self, in_flight: InFlight | None, heed: Callable[[], None]) -> None:
         self._in_flight, self._trainer_heed = in_flight, heed
@@ -55,11 +50,7 @@ class Background:
 
     @contextmanager
     def meeting(self) -> Iterator[InFlight | None]:
-        """Stop the rollout between two steps for the block, where the schedule says so.
-
-        Yields:
-            How weights change; `None` if it did not stop, because it is over or may not.
-        """
+        """Stop the rollout between two steps for the block, where the schedule says so."""
         if self._rollout is None or self._in_flight is None or self.meetings is None:
             yield None
             return
@@ -88,11 +79,7 @@ class Background:
             hook()
 
     def heed(self) -> None:
-        """Called by the rollout before each step, wherever it runs.
-
-        Raises:
-            CancelledError: it is in the background, and the session closes.
-        """
+        """Called by the rollout before each step, wherever it runs."""
         if self._held is None:
             self._trainer_heed()
         elif self._closing:

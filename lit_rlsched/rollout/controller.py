@@ -53,18 +53,6 @@ class RolloutController:
     With a length predictor every completion pauses after `probe_tokens` tokens. The predictor
     estimates the rest of it, and the admission orders waiting completions by the estimates. A pause
     changes no token. If every completion has a slot, none pauses.
-
-    Args:
-        worker: Engine and admission.
-        scorer: Scores finished completions while others still decode.
-        seed: Seed of the run.
-        lengths: Predicts completion lengths; used and updated in `run(predict=True)`.
-        probe_tokens: Tokens after which a completion is predicted; 0 predicts from the prompt.
-        on_completion: Called with each completion once it is scored.
-        on_group: Called with each group once all of its completions are scored.
-        heed: Called before each step and while waiting for scores; an exception from it ends the
-            round, which is then drawn again.
-        turns: Calls the tools of completions.
     """
 
     def __init__(
@@ -127,19 +115,6 @@ class RolloutController:
         """Decode and score the groups, and yield each group as it completes.
 
         Completions that are unfinished when the round ends keep the tokens drawn so far.
-
-        Args:
-            groups: Groups of the round. Completions that have tokens are resumed, before new ones
-                begin. Finished completions are only scored, unless they are scored already.
-            rule: Decides when the round ends; unfinished completions are then aborted.
-            version: Policy version of the engine's weights.
-            salt: Changes the seeds, so that validation draws other noise for the same prompts.
-            predict: Whether to predict the lengths of these completions and to learn from them.
-            feedback: How scores affect the running round; by default they do not.
-            same_noise: Whether every version draws with the same random numbers, so that two
-                validations differ by their policies alone.
-            verify: Verifies drafts. If the loop cannot influence other completions, this goes part
-                by part, and each verified part decodes while the next is verified.
         """
         if self.turns is not None:
             self.turns.begin_round(self.worker.trace.decode_steps)

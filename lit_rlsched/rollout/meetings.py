@@ -20,11 +20,6 @@ class Meetings:
     With `pace="turns"` the rollout waits there for the trainer, so the turn of a token alone
     decides which weights draw it. With `pace="free"` it stops only where the trainer already waits,
     and `switches` records those turns.
-
-    Args:
-        pace: Whether the rollout waits for the trainer.
-        turns: Distance of the turns at which they may meet.
-        replay: `switches` of an earlier rollout; this one waits at these turns only.
     """
 
     def __init__(self, pace: Pace, turns: int, replay: Collection[int] | None = None) -> None:
@@ -47,12 +42,7 @@ class Meetings:
         return self._trainer_seconds + (0.0 if came is None else time.perf_counter() - came)
 
     def before_step(self, worker: Worker, heed: Callable[[], None]) -> None:
-        """Called by the rollout before each step; waits at the turns of meetings.
-
-        Args:
-            worker: The rollout's worker.
-            heed: Called while it waits; may raise.
-        """
+        """Called by the rollout before each step; waits at the turns of meetings."""
         turn = worker.trace.decode_steps
         if turn < self._next:
             return
@@ -81,11 +71,7 @@ class Meetings:
 
     @contextmanager
     def trainer(self) -> Iterator[bool]:
-        """Wait until the rollout has stopped, and let it go on after the block.
-
-        Yields:
-            Whether it has stopped; otherwise it is over.
-        """
+        """Wait until the rollout has stopped, and let it go on after the block."""
         self._came = time.perf_counter()
         try:
             with self._changed:
@@ -116,14 +102,7 @@ class Meetings:
 
 
 def recorded_turns(folder: str | None) -> dict[int, set[int]] | None:
-    """Read at which turns weights changed, by the version that each rollout began with.
-
-    Args:
-        folder: Folder of a run, or its `traces`; `None`: no run is replayed.
-
-    Raises:
-        UsageError: the folder has no traces of a run with updates in flight.
-    """
+    """Read at which turns weights changed, by the version that each rollout began with."""
     if folder is None:
         return None
     turns: dict[int, set[int]] = {}

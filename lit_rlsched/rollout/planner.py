@@ -55,11 +55,7 @@ class RolloutBuffer:
         return sum(c.drawn for c in self.completions) + sum(map(len, drafts))
 
     def restart(self) -> int:
-        """Reset every completion to its state before the first draw.
-
-        Returns:
-            Number of tokens thrown away, drafts included.
-        """
+        """Reset every completion to its state before the first draw."""
         discarded = self.tokens
         for completion in self.completions:
             completion.restart()
@@ -84,11 +80,6 @@ class RoundPlanner:
 
     The planned groups are copies, so an interrupted rollout leaves the pool unchanged and can be
     drawn again as a whole.
-
-    Args:
-        pool: Groups that were drawn from the data and not yet trained on.
-        sampling: Sampling settings of new groups.
-        num_generations: Completions per prompt that are trained on.
     """
 
     def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
@@ -154,11 +145,6 @@ class RoundPlanner:
 
         A waiting group of the pool comes first (for a deferred group the next deferred one, then
         one that an interrupted round had drawn), then the next prompt of the data.
-
-        Args:
-            group: Group to replace.
-            planned: Groups of the round so far.
-            rule: Rule of the round.
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
@@ -196,11 +182,7 @@ class RoundPlanner:
         return {"source": source, "pool": self.pool.state_dict(), **coming}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore pool and position; `prompt` finds a prompt by its uid.
-
-        Raises:
-            ValueError: the position belongs to other prompts.
-        """
+        """Restore pool and position; `prompt` finds a prompt by its uid."""
         if state["source"] is not None:
             assert self.source is not None
             self.source.load_state_dict(state["source"])

@@ -8,12 +8,7 @@ from lit_rlsched.types import Completion, Group, Sample
 
 
 class Progress:
-    """Counts completions that need no more decoding, and ranks groups that have no others.
-
-    Args:
-        groups: Groups of the round.
-        patient: See `RoundState`.
-    """
+    """Counts completions that need no more decoding, and ranks groups that have no others."""
 
     def __init__(self, groups: Sequence[Group], patient: bool) -> None:
         self.state = RoundState([], 0, patient=patient)

@@ -57,17 +57,7 @@ class DrawnRound:
 
 
 class RoundInProgress:
-    """A round between its plan and its harvest; `decode` may run in a thread of its own.
-
-    Args:
-        runner: Chooses the prompts.
-        session: Decodes and scores.
-        rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
-        number: Number of rounds before this one.
-        version: Policy version of the weights.
-        salt: Changes the seeds.
-        hooks: The trainer's part in the round.
-    """
+    """A round between its plan and its harvest; `decode` may run in a thread of its own."""
 
     def __init__(
         self,
@@ -197,9 +187,6 @@ class RoundRunner:
     `run` draws and scores a round. It may add fresh prompts to the pool, but neither removes nor
     changes any. `commit` then removes what is trained on. A round that is interrupted before
     `commit` is drawn again as a whole.
-
-    Args:
-        planner: Chooses the prompts of each round.
     """
 
     def __init__(self, planner: RoundPlanner) -> None:
@@ -241,25 +228,13 @@ class RoundRunner:
         version: int,
         hooks: RoundHooks | None = None,
     ) -> DrawnRound:
-        """Draw and score a round.
-
-        Args:
-            session: Decodes and scores.
-            rule: Decides which prompts the round takes, when it ends, and what becomes of the rest.
-            number: Number of rounds before this one.
-            version: Policy version of the weights.
-            hooks: The trainer's part in the round.
-        """
+        """Draw and score a round."""
         begun = self.begin(session, rule, number, version, hooks)
         begun.decode()
         return begun.harvest()
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
-        """Remove the planned groups from the pool, except those that stay, and update these.
-
-        Returns:
-            `rollout/pool_prompts` and, at the end of a cycle, `pool/*`.
-        """
+        """Remove the planned groups from the pool, except those that stay, and update these."""
         pool, following = self.planner.pool, drawn.following
         pool.settle(drawn.planned, drawn.harvest.left)
         self.audit.add(drawn.harvest, drawn.trace)
@@ -283,11 +258,7 @@ class RoundRunner:
         self.planner.pool.settle(following.groups, following.groups)
 
     def leave_run(self) -> int:
-        """Reset the pool for a new Trainer, whose policy versions start again at 0.
-
-        Returns:
-            Number of tokens discarded.
-        """
+        """Reset the pool for a new Trainer, whose policy versions start again at 0."""
         self.audit = PoolAudit()
         self.runs += 1  # the noise that decided what is left in the pool must not come again
         self.planner.follow()
@@ -302,10 +273,6 @@ class RoundRunner:
         }
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
-        """Restore the state; `prompt` finds a prompt by its uid.
-
-        Raises:
-            ValueError: the position in the data belongs to other prompts.
-        """
+        """Restore the state; `prompt` finds a prompt by its uid."""
         self.planner.load_state_dict(state, prompt)
         self.audit, self.runs = PoolAudit.from_state(state["audit"]), state["runs"]

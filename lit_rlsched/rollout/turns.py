@@ -22,20 +22,7 @@ it has to begin anew."""
 
 
 class Turns:
-    """Opens the sessions of completions, calls their tools and appends the replies.
-
-    Args:
-        environments: Tools and environments.
-        chat: Reads calls, and makes the tokens of replies.
-        scheduler: Runs the tools.
-        seed: Seed of the run.
-        row: Returns what reward functions are called with, for those that are called with
-            environments.
-        max_tool_calling_iterations: Turns with calls that a completion may have; None: any number.
-        tool_steps: Decode steps after which an answer is used; None: as soon as it is there.
-        timeout: Returns the seconds that those functions may take; None: as all others.
-        control_tokens: Finds tokens of the chat template in replies.
-    """
+    """Opens the sessions of completions, calls their tools and appends the replies."""
 
     def __init__(
         self,
@@ -147,13 +134,6 @@ class Turns:
         """Ask the environment of a completion whose turn has ended, if there is something to ask.
 
         It calls tools, or it is over and reward functions are called with its environment.
-
-        Args:
-            sample: The completion.
-            step: Decode steps of the engine, if they are known.
-
-        Returns:
-            What becomes of the completion; None if it waits for an answer.
         """
         if step is not None:
             self._step = step
@@ -234,12 +214,7 @@ class Turns:
         return "over"
 
     def must_wait(self, step: int, idle: bool) -> bool:
-        """Return whether nothing can go on before another answer is there.
-
-        Args:
-            step: Decode steps of the engine.
-            idle: Whether nothing decodes.
-        """
+        """Return whether nothing can go on before another answer is there."""
         self._collect()
         self._step = step
         if self.tool_steps is None:
@@ -414,11 +389,7 @@ class Turns:
         self._noted = now
 
     def metrics(self, slot_seconds: float) -> dict[str, float]:
-        """Return TRL's `tools/*` of the round, and waits.
-
-        Args:
-            slot_seconds: Seconds of the rollout times slots.
-        """
+        """Return TRL's `tools/*` of the round, and waits."""
         calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
         unparsed = self.counts["unparsed"] / max(1, self.counts["turns"])
         return {

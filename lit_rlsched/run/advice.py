@@ -87,15 +87,7 @@ class Advice:
         trained: nn.Module | None = None,
         processes: int = 1,
     ) -> list[str]:
-        """Return warnings before the engine starts.
-
-        Args:
-            eos_token_ids: Tokens that end a completion.
-            slots: Configured number of slots.
-            most: Maximum number of completions in a round.
-            trained: The policy, if it will be trained.
-            processes: Number of processes on this node that compute with the model.
-        """
+        """Return warnings before the engine starts."""
         cores, threads = len(available_cores()), torch.get_num_threads()
         return self._once(
             no_eos=no_eos(eos_token_ids),
@@ -110,14 +102,7 @@ class Advice:
         return self._once(never_correct=never_correct)
 
     def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
-        """Return warnings after a round was drawn and scored.
-
-        Args:
-            round: The round.
-            record: It has the round.
-            limit: `max_completion_length`.
-            in_groups: Whether advantages compare the completions of a group, or of the whole round.
-        """
+        """Return warnings after a round was drawn and scored."""
         if (verified := Verified.of(round)) is not None:
             self._verified.append(verified)
         slower = None if round.trace is None else self._speed.times_as_long(round.trace)
@@ -270,12 +255,7 @@ def slow_steps(slower: float | None) -> str | None:
 def restored_settings(
     settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Warn if settings of the optimizer differ from those that a checkpoint restores.
-
-    Args:
-        settings: Settings of the module.
-        groups: The optimizer's parameter groups in the checkpoint.
-    """
+    """Warn if settings of the optimizer differ from those that a checkpoint restores."""
     changed = []
     for name, keys in _OPTIMIZER_KEYS.items():
         saved = [next((group[key] for key in keys if key in group), None) for group in groups]

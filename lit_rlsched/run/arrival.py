@@ -26,9 +26,6 @@ def await_ranks(trainer: Trainer) -> None:
     """Wait until rank 0 can be reached, and watch from then on until the process group is made.
 
     The strategy's `timeout` is the limit, as in PyTorch, which is silent until then.
-
-    Raises:
-        UsageError: rank 0 cannot be reached in that time, or its port is taken.
     """
     if trainer.num_nodes == 1 or dist.is_initialized():
         return

@@ -36,8 +36,8 @@ OF_THE_MODULE: dict[str, tuple[Any, str]] = {
 _AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
 REFUSED_CALLBACKS: dict[str, str] = {
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
-    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
-    "much fits. (`Tuner.scale_batch_size` adds this callback)",
+    "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says "
+    "whether it fits. (`Tuner.scale_batch_size` adds this callback)",
     "GradientAccumulationScheduler": _ACCUMULATES,
     "LearningRateFinder": "the loss of a policy gradient says nothing about a learning rate: it is "
     "near zero with each. Compare the reward of short runs with different `learning_rate`. "
@@ -148,12 +148,7 @@ def _is_lightnings(cls: type) -> bool:
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse a compiled module, other data than a data module, and settings of the module.
-
-    Args:
-        trainer: Trainer that is about to run the module.
-        module: The module, which optimizes manually.
-    """
+    """Refuse a compiled module, other data than a data module, and settings of the module."""
     name = type(module).__name__
     if getattr(module, "_compiler_ctx", None) is not None:
         raise UsageError(
@@ -220,15 +215,7 @@ def check_strategy(trainer: Trainer) -> None:
 def check_parallelism(
     engine: RolloutEngine, size: int, most: int, minimum: int, maximum: int
 ) -> None:
-    """Refuse sizes that a `ParallelismPlanner` cannot choose from.
-
-    Args:
-        engine: The run's engine.
-        size: The engine's `tensor_parallel_size` before the first round.
-        most: Number of devices over which the engine can split the model.
-        minimum: The planner's smallest size.
-        maximum: The planner's largest size.
-    """
+    """Refuse sizes that a `ParallelismPlanner` cannot choose from."""
     name, engines = engine.name, len(engine.engines)
     each = f" for each of {engines} engines" if engines > 1 else ""
     fewer = ", use a smaller `num_engines`" if engines > 1 else ""

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.switched_rounds import SwitchedRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
@@ -101,7 +100,6 @@ def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
     rule, mixed = schedule.rule, schedule.rule.max_staleness != 0
     other = f"max_staleness={rule.max_staleness}" if mixed else "InFlightUpdates"
     applies = rule.keeps_drafts and (mixed or schedule.in_flight is not None)
-    applies &= not isinstance(rule, SwitchedRound)  # whose rules were looked at one by one
     return when(applies, rule=type(rule).__name__, other=other)
 
 

@@ -73,11 +73,7 @@ def first_score(completion: Completion) -> float | None:
 
 
 def check_scored(evaluated: Sequence[Evaluated]) -> None:
-    """Stop if none of the held-out completions has a score: the accuracy would be 0 by mistake.
-
-    Raises:
-        RunFailed: With the number of failures, and the first of them.
-    """
+    """Stop if none of the held-out completions has a score: the accuracy would be 0 by mistake."""
     completions = [c for e in evaluated for c in e.completions]
     if all(score is None for c in completions for score in c.scores or ()):
         raise RunFailed(no_rewards(completions, "of held-out prompts"))
@@ -124,17 +120,7 @@ def evaluate(
 
 
 def prediction_rows(evaluated: Evaluated, reward_funcs: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each completion of a prompt, the greedy one first.
-
-    Args:
-        evaluated: Prompt with its completions.
-        reward_funcs: Names of the reward functions.
-
-    Returns:
-        Rows with the columns `uid`, `prompt`, `completion`, `temperature` (0 for greedy decoding),
-        `completion_length`, `finish_reason`, one per reward function if the completion was scored,
-        and the prompt's own. A column of the prompt with one of these names becomes `input_NAME`.
-    """
+    """Return a row for each completion of a prompt, the greedy one first."""
     rows = []
     for group in (g for g in (evaluated.greedy, evaluated.sampled) if g is not None):
         for completion in group.completions:

@@ -50,11 +50,7 @@ class EngineFacts:
 
 
 class RecordedLearner(PlainLearner):
-    """Answers as the module of a run did; it trains nothing.
-
-    Args:
-        answers: What `recorded` has written.
-    """
+    """Answers as the module of a run did; it trains nothing."""
 
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self._obstacle = answers["streaming_obstacle"]
@@ -93,12 +89,7 @@ def recorded(facts: RunFacts) -> dict[str, Any]:
 
 
 def facts_from(record: Mapping[str, Any], settings: RunSettings) -> RunFacts:
-    """Return the facts that `recorded` has written.
-
-    Args:
-        record: What it has written.
-        settings: Settings with the sizes of a round; the limit of a completion is theirs.
-    """
+    """Return the facts that `recorded` has written."""
     limit = settings.sampling.max_completion_length
     sampling: Any = record["sampling"]
     engine: Any = EngineFacts(**record["engine"])

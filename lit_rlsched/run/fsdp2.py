@@ -41,13 +41,7 @@ from lit_rlsched.training.lora import base_model
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Shard the policy over all ranks with FSDP2: `Trainer(strategy="fsdp2")`.
-
-    Args:
-        save_distributed_checkpoint: Whether each rank saves its part, in a folder. By default rank
-            0 gathers everything into one file. Both can be resumed with any number of ranks.
-        **kwargs: See `lightning.pytorch.strategies.ModelParallelStrategy`.
-    """
+    """Shard the policy over all ranks with FSDP2: `Trainer(strategy="fsdp2")`."""
 
     strategy_name = "fsdp2"
 
@@ -83,11 +77,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a file as other strategies do; write a folder under another name, and rename it.
-
-        Raises:
-            OSError: something cannot be written.
-        """
+        """Write a file as other strategies do; write a folder under another name, and rename it."""
         if not self._save_distributed_checkpoint:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         path = Path(self.broadcast(filepath))
@@ -99,12 +89,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             sync_folder(path.parent)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Check a checkpoint as other strategies do; then each rank takes its part.
-
-        Raises:
-            CheckpointError: the file or folder cannot be used as a checkpoint.
-            ValueError: it is of another model.
-        """
+        """Check a checkpoint as other strategies do; then each rank takes its part."""
         path = Path(self.broadcast(checkpoint_path))
         sharded = is_sharded_checkpoint(path)
         checkpoint = inspect_checkpoint(path, verify=self.is_global_zero)
@@ -163,13 +148,6 @@ def shard(model: nn.Module, mesh: Any) -> None:
     """Shard a causal language model in place, layer by layer.
 
     `completion_logprobs` of this model then gathers the weights as a forward pass does.
-
-    Args:
-        model: A transformers model, or one wrapped by PEFT.
-        mesh: Device mesh of one dimension over the ranks.
-
-    Raises:
-        UsageError: ranks have loaded other weights.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 

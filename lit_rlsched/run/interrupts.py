@@ -120,9 +120,6 @@ def heed(trainer: Trainer) -> None:
 
     Called where nothing is half done and Lightning does not look: between decode steps, while
     waiting for scores, and between micro-batches.
-
-    Raises:
-        SIGTERMException: a signal asked the Trainer to stop.
     """
     if asked_to_stop(trainer):
         raise SIGTERMException(128 + signal.SIGTERM)

@@ -60,12 +60,7 @@ class MicroBatches(_Loader):
 
 
 class Evaluation:
-    """Loader of held-out prompts: one item is a prompt with its completions, in data order.
-
-    Args:
-        run: The run whose engine draws them.
-        stage: `val`, `test` or `predict`; each has its own seeds, the same at every evaluation.
-    """
+    """Loader of held-out prompts: one item is a prompt with its completions, in data order."""
 
     def __init__(self, run: TrainingRun, stage: str) -> None:
         self._run = run
@@ -131,11 +126,7 @@ class Evaluation:
         return None
 
     def _check_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
-        """Warn once if no completion could ever count as correct.
-
-        Raises:
-            RunFailed: no completion has a score, and nothing was trained yet.
-        """
+        """Warn once if no completion could ever count as correct."""
         run, trainer = self._run, self._run.trainer
         if trainer.predicting:
             return

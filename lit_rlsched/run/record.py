@@ -81,11 +81,7 @@ class RunRecord:
             self.validations.append({"step": step, **figures})
 
     def result(self, temperature: float) -> str:
-        """Return held-out accuracies or reward, at the beginning and at the end.
-
-        Args:
-            temperature: That of the sampled held-out completions.
-        """
+        """Return held-out accuracies or reward, at the beginning and at the end."""
         accuracy = self._accuracy(temperature)
         rewards = measured(self.rounds, "reward")
         if accuracy and self.validations[-1]["step"] > 0:
@@ -138,9 +134,6 @@ def read_run(folder: Path) -> list[dict[str, float]]:
     """Return the rows of a run's `metrics.csv` that belong to rounds and validations.
 
     A resumed run has several files; what a later one repeats is taken from there.
-
-    Raises:
-        UsageError: the folder is no run, or one without a round.
     """
     files = [*folder.glob("metrics.csv"), *folder.glob("metrics/version_*/metrics.csv")]
     if not files:

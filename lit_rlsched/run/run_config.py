@@ -37,13 +37,7 @@ _TRAINER = (
 def run_config(
     trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
 ) -> dict[str, Any]:
-    """Return a run's settings other than the hyperparameters of its module and data module.
-
-    Args:
-        trainer: Trainer with its module and callbacks.
-        settings: What the user has set.
-        read: Data sets read so far, by stage.
-    """
+    """Return a run's settings other than the hyperparameters of its module and data module."""
     return {
         **_of_training(trainer, settings),
         "engine": plain(settings.engine),

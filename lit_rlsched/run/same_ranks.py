@@ -26,13 +26,7 @@ SEEN = 10.0
 
 
 def check_ranks(trainer: Trainer, team: Team, settings: RunSettings) -> None:
-    """Refuse processes that were started in other ways, or whose checkpoints would not be whole.
-
-    Args:
-        trainer: The Trainer.
-        team: Its processes.
-        settings: What the user of this process has set.
-    """
+    """Refuse processes that were started in other ways, or whose checkpoints would not be whole."""
     check_same(team.all_gather((gethostname(), shared_config(trainer, settings))))
     check_shared_folder(trainer, team)
 
@@ -41,12 +35,7 @@ def check_same(
     ranks: Sequence[tuple[str, Mapping[str, Any]]],
     fix: str = "Start all of them with the same package and the same settings.",
 ) -> None:
-    """Refuse processes of a Trainer that differ.
-
-    Args:
-        ranks: Host of each rank, and what must be the same, by name.
-        fix: What to do.
-    """
+    """Refuse processes of a Trainer that differ."""
     several = len({name for name, _ in ranks}) > 1
     at = [f" on {name}" if several else "" for name, _ in ranks]
     first = ranks[0][1]

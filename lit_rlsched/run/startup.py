@@ -54,19 +54,7 @@ from lit_rlsched.training.weight_sync import PolicyReader, WeightSync
 
 
 class Startup:
-    """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set.
-
-    Args:
-        facts: What the user has set, and how the Trainer runs.
-        schedule: What callbacks have set.
-        rows: Data sets that were read, by stage.
-        trainer: The run's Trainer.
-        team: Its processes.
-        scored: Whether completions are scored.
-
-    Raises:
-        UsageError: settings, prompts and model contradict each other.
-    """
+    """Prompts, policy and engine settings of a run whose policy is loaded and schedule is set."""
 
     def __init__(
         self,
@@ -212,12 +200,7 @@ class Startup:
         return replace(spec, slots=self.slots(spec))
 
     def slots(self, spec: EngineSpec, num_generations: int | None = None) -> int:
-        """Maximum number of requests that all engines hold at once.
-
-        Args:
-            spec: Engine settings; `spec.slots` is ignored.
-            num_generations: Completions per prompt; by default the configured number.
-        """
+        """Maximum number of requests that all engines hold at once."""
         settings, engine = self._settings, self._settings.engine
         engines = len(engine.engines)
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
@@ -410,20 +393,7 @@ def trainer_state(
     prompts_per_round: int,
     prompts: int | None,
 ) -> SimpleNamespace:
-    """TRL's `trainer_state` for reward functions, as a plain object that can be pickled.
-
-    Args:
-        trainer: The run's Trainer.
-        step: Number of optimizer steps taken.
-        steps_per_round: Number of optimizer steps per round, iterations included.
-        prompts_per_round: Number of prompts that a round trains on.
-        prompts: Number of prompts in `train_data`; `None` if it is a stream.
-
-    Returns:
-        `global_step`, which is `step`; `max_steps`, the step at which the run ends, -1 if
-        it has no end; and `epoch`, the fractional number of passes over `train_data`, or for a
-        stream the fraction of the run. As in `transformers.TrainerState`.
-    """
+    """TRL's `trainer_state` for reward functions, as a plain object that can be pickled."""
     ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
     max_steps = min((end for end in ends if end > 0), default=-1)
     epoch = step / max(1, max_steps)

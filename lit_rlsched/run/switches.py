@@ -22,13 +22,6 @@ def switches_of(callbacks: Iterable[object]) -> list[Switch]:
 def make_schedule(callbacks: Sequence[object], facts: RunFacts) -> Schedule:
     """Return the schedule that callbacks set; no Trainer is needed.
 
-    Args:
-        callbacks: Callbacks of a Trainer; those that are no `Switch` set nothing.
-        facts: Facts about the run; the callbacks of the list are added to its `callbacks`.
-
-    Raises:
-        UsageError: two switches decide the same, or a combination is refused.
-
     Example::
 
         settings = RolloutDataModule(prompts, reward, prompts_per_round=8).run.settings

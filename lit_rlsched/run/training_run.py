@@ -60,9 +60,6 @@ class TrainingRun:
 
     Everything a checkpoint holds of a run besides weights and optimizer is here. The position in a
     round follows from the Trainer's global step, so a checkpoint has every step that was taken.
-
-    Args:
-        settings: What the user has set.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -181,12 +178,7 @@ class TrainingRun:
         return None if self.session is None else self.session.timeline
 
     def join(self, trainer: Trainer, trains: bool) -> None:
-        """Form a team with the Trainer's other processes, and let its callbacks set the schedule.
-
-        Raises:
-            UsageError: the Trainer's strategy, precision or one of its callbacks is not supported,
-                processes differ, or settings do not go together.
-        """
+        """Form a team with the Trainer's other processes; its callbacks set the schedule."""
         self._trainer = trainer
         check_trainer(trainer)
         if trainer.world_size > 1:
@@ -203,15 +195,7 @@ class TrainingRun:
         return {name: getattr(self.settings, name) for name in SAME_ON_RESUME}
 
     def read(self, name: str, stage: str) -> None:
-        """Read a data set, unless it was read before, and check its columns.
-
-        Args:
-            name: `train`, `val`, `test` or `predict`.
-            stage: What the Trainer does with it, for an error.
-
-        Raises:
-            UsageError: there is no such data set, or a reward function needs other columns.
-        """
+        """Read a data set, unless it was read before, and check its columns."""
         data, rewards = self.settings.data[name], self.settings.rewards
         if data is None:
             raise UsageError(
@@ -239,11 +223,7 @@ class TrainingRun:
         describe_runs(self.trainer, self.settings.engine)
 
     def start(self) -> None:
-        """Start the session, unless it runs; the module has loaded the policy.
-
-        Raises:
-            UsageError: settings, prompts and model contradict each other.
-        """
+        """Start the session, unless it runs; the module has loaded the policy."""
         if self._started:
             return
         self.check_resumed()
@@ -439,12 +419,7 @@ class TrainingRun:
         return planner.source.pack(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check the state of a checkpoint, and keep it until its prompts are tokenised.
-
-        Raises:
-            UsageError: a setting that decides what is drawn has another value, or the format of the
-                state is unknown.
-        """
+        """Check the state of a checkpoint, and keep it until its prompts are tokenised."""
         check_format(state)
         settings = self.settings
         check_same_settings(state["settings"], self._same)

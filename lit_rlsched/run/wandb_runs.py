@@ -39,12 +39,7 @@ def prepare_runs(trainer: Trainer) -> None:
 
 
 def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
-    """Give each W&B run tags, x-axes and, if its logger has no `name`, that of the run's folder.
-
-    Args:
-        trainer: Trainer with its module and callbacks.
-        engine: The run's engine.
-    """
+    """Give each W&B run tags, x-axes and, if its logger has no `name`, that of the run's folder."""
     step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does
     for logger in wandb_loggers(trainer):
         run: Any = logger.experiment
@@ -70,13 +65,6 @@ def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> No
     Does nothing without a `WandbLogger`. An artifact that is logged again gets a new version. A
     model is only logged with `WandbLogger(log_model=True)` or `log_model="all"`, as checkpoints of
     Lightning are.
-
-    Args:
-        trainer: Trainer whose loggers are used.
-        name: Beginning of the artifact's name, such as `config`.
-        kind: W&B's type of artifact, such as `config` or `model`.
-        path: File or folder. It is copied, except that a folder is uploaded from where it is with
-            `WandbLogger(add_file_policy="immutable")`.
     """
     for logger in wandb_loggers(trainer):
         if kind == "model" and not logger._log_model:
@@ -102,9 +90,6 @@ def saved_ids(path: str | Path) -> list[str]:
 
     To continue one from Python: `WandbLogger(id=saved_ids("last.ckpt")[0])`. The command line does
     so by itself.
-
-    Returns:
-        The ids, in the order of the Trainer's loggers; empty if the file cannot be read.
     """
     try:
         checkpoint = inspect_checkpoint(path, verify=False)

@@ -39,9 +39,6 @@ class WaitingQueue:
     """Requests sorted by the key of an order, and by arrival where keys are equal.
 
     Requests that are `later` come after all others.
-
-    Args:
-        order: One of `KEYS`.
     """
 
     def __init__(self, order: Order) -> None:
@@ -117,11 +114,7 @@ class PlannedQueue(WaitingQueue):
         self._changes += 1
 
     def plan(self, loads: Sequence[float]) -> None:
-        """Make a new plan if enough has changed since the last one.
-
-        Args:
-            loads: Tokens that each slot's running request is still expected to draw.
-        """
+        """Make a new plan if enough has changed since the last one."""
         if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
             return
         requests = [request for request in self._requests.values() if not request.later]
@@ -204,13 +197,6 @@ class Admission:
     With a `budget`, a request is admitted only if all running requests can never take more cache
     than the budget (the dynamic slots of Infinite Sampling, arXiv 2506.22950). To reserve less than
     a whole completion, a request is admitted for a lease of some tokens, pauses, and waits again.
-
-    Args:
-        slots: Maximum number of requests that decode at once.
-        refill: `continuous` refills each slot in the step after it became free (the paper's
-            continuous sampling), `rounds` waits until all slots are free (its micro groups).
-        order: The order of the waiting requests.
-        budget: Limit on the key-value cache of the running requests.
     """
 
     def __init__(
@@ -262,12 +248,7 @@ class Admission:
         self._waiting.rekey(expected)
 
     def pop(self, running: Mapping[str, int], kv_tokens: int = 0) -> list[Request]:
-        """Remove and return the requests that start now.
-
-        Args:
-            running: Tokens that each running request has drawn since it was admitted.
-            kv_tokens: Tokens of key-value cache in use.
-        """
+        """Remove and return the requests that start now."""
         if not len(self) or len(running) >= self.slots or (running and self.refill == "rounds"):
             return []
         for request_id in self._running.keys() - running.keys():

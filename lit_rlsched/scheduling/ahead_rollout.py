@@ -36,12 +36,6 @@ def turns_beside(part: Sequence[Group], groups: Sequence[Group], share: float, s
     its longest draft or, if these are more, of all tokens in all slots. If the verification is a
     share of what the trainer computes in this round, the engine does the same share of the next one
     beside it.
-
-    Args:
-        part: Groups that are verified together.
-        groups: All groups of the round.
-        share: Share of the verification in what the trainer computes.
-        slots: Slots of all engines.
     """
     lengths = [len(c.draft.token_ids) for g in groups for c in g.completions if c.draft]
     total = sum(lengths)

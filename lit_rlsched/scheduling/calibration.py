@@ -41,11 +41,6 @@ class CalibratedPredictor:
     weighted by completions), after at least 256 completions. The predictor is still asked and
     taught, and takes over again once it is better. `Oracle` and `PromptHistory` are never replaced,
     nor is `SiblingMax`, which sends its probes ahead by predicting that they are long.
-
-    Args:
-        predictor: The predictor to measure. Its exceptions are not caught.
-        history: What replaces it (default: `PromptHistory()`). It must not be the predictor's own
-            history, which would then learn everything twice.
     """
 
     def __init__(self, predictor: LengthPredictor, history: PromptHistory | None = None) -> None:
@@ -148,12 +143,7 @@ class CalibratedPredictor:
         return expected, from_history, float(remaining), have, capped
 
     def state_dict(self) -> dict[str, Any]:
-        """State of predictor and history, and their averages; nothing of an unfinished round.
-
-        Raises:
-            UsageError: The predictor's state holds an object that a checkpoint cannot be loaded
-                with.
-        """
+        """State of predictor and history, and their averages; nothing of an unfinished round."""
         own = self.predictor.state_dict()
         _check_plain(f"{type(self.predictor).__name__}.state_dict()", own)
         return {

@@ -21,11 +21,7 @@ _ROUNDING = 1e-12  # variances that differ by less than this share of the larges
 def check_early_stop(
     early_stop: bool, rule: Rule, reward_range: tuple[float, float], min_length_ratio: float
 ) -> None:
-    """Check the arguments of `DownSampling` that concern `early_stop`.
-
-    Raises:
-        UsageError: names the argument, its value and what to use instead.
-    """
+    """Check the arguments of `DownSampling` that concern `early_stop`."""
     if early_stop and rule != "max_variance":
         raise UsageError(
             f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
@@ -50,17 +46,6 @@ def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
     These are the k highest and `keep - k` lowest rewards for some k (Lemma 3.1 of arXiv
     2504.13818), found in O(n log n). Ties: of several k the one nearest to `keep / 2`, then the
     smaller; of equal rewards the first ones, so that `0 .. keep - 1` is chosen if all are equal.
-
-    Args:
-        rewards: `[P, n]`, or `[n]` for one group. NaN and infinite values count as missing.
-        keep: Completions to choose per group, from 1 to n.
-
-    Returns:
-        `[P, keep]` (or `[keep]`) int64 indices, ascending in each group. Completions without a
-        reward are never chosen: if fewer than `keep` have one, their indices are followed by -1.
-
-    Raises:
-        UsageError: `rewards` has more dimensions, or `keep` is not within 1 and n.
     """
     values = _check(rewards, keep)
     order, ordered, spare = _sort(values, keep)
@@ -109,11 +94,6 @@ def random(rewards: ArrayLike, keep: int, seed: Any = 0) -> np.ndarray:
     """Choose `keep` scored completions of each group uniformly at random.
 
     For shapes and errors see `max_variance`.
-
-    Args:
-        rewards: As in `max_variance`; only whether they are missing matters.
-        keep: Completions to choose per group, from 1 to n.
-        seed: Argument of `np.random.default_rng`; a generator is advanced.
     """
     values = _check(rewards, keep)
     draws = np.random.default_rng(seed).random(values.shape)
@@ -144,12 +124,7 @@ def _check(rewards: ArrayLike, keep: int) -> np.ndarray:
 
 
 def _sort(values: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort each group in ascending order, NaN last.
-
-    Returns:
-        Indices `[..., n]`, sorted values `[..., n]`, and the number of scored completions beyond
-        `keep` `[..., 1]`.
-    """
+    """Sort each group in ascending order, NaN last."""
     order = np.argsort(values, kind="stable")
     scored = np.count_nonzero(~np.isnan(values), axis=-1)[..., None]
     return order, np.take_along_axis(values, order, axis=-1), np.maximum(scored - keep, 0)
@@ -188,11 +163,7 @@ SPREAD = 1e-8
 
 
 def informative(rewards: ArrayLike) -> bool:
-    """Whether these rewards differ, so that some completions get an advantage other than 0.
-
-    Args:
-        rewards: Of one group, `[G]`; NaN for a completion without a reward.
-    """
+    """Whether these rewards differ, so that some completions get an advantage other than 0."""
     scored = np.asarray(rewards)
     scored = scored[~np.isnan(scored)]
     with np.errstate(over="ignore"):  # an infinite deviation counts as a spread

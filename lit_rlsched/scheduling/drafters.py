@@ -32,24 +32,11 @@ class Drafter(Protocol):
     def propose(
         self, text: Sequence[int], siblings: Sequence[Sequence[int]], most: int
     ) -> Sequence[int]:
-        """Guess what follows a text; called in the engine's process, for each row and step.
-
-        Args:
-            text: Tokens of the prompt and of the completion so far. Not to be changed.
-            siblings: The same of the other completions of its prompt, finished or not.
-            most: Maximum number of tokens to return, at least 1.
-
-        Returns:
-            Token ids; empty if there is no good guess.
-        """
+        """Guess what follows a text; called in the engine's process, for each row and step."""
 
 
 def load_drafter(path: str) -> Drafter:
-    """Import a drafter's class and make one.
-
-    Raises:
-        UsageError: that fails, or it has no method `propose`.
-    """
+    """Import a drafter's class and make one."""
     named = f"`Speculation(drafter={path!r})`"
     module, _, name = str(path).rpartition(".")
     try:
@@ -72,11 +59,7 @@ def ask(
     most: int,
     vocab_size: int | None,
 ) -> list[int]:
-    """Ask a drafter of the user's, and check what it returns.
-
-    Raises:
-        Exception: that of `propose`, or what is wrong with its result.
-    """
+    """Ask a drafter of the user's, and check what it returns."""
     proposed = drafter.propose(text, siblings, most)
     draft = [index(token) for token in islice(proposed, most + 1)]  # it may be endless
     if len(draft) > most:
@@ -101,9 +84,6 @@ class GroupIndex:
     Learning a text continues where it stopped, so each text is read once. Majorities are kept by
     the vote of Boyer and Moore ("MJRTY", 1981), one number per sequence: on recorded texts drafts
     are as often right as with all counts.
-
-    Args:
-        of_all: Votes of all groups, to which this one adds its own; by default those of this one.
     """
 
     def __init__(self, of_all: "dict[int, int] | None" = None) -> None:

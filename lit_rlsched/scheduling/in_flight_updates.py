@@ -56,11 +56,6 @@ def capacity(max_staleness: int, update_prompts: int, updates: int) -> int:
 
     AReaL's rule (arXiv 2505.24298, section 5.1). If no prompt overtakes another, the prompts
     admitted now are trained on within the next `max_staleness` rounds.
-
-    Args:
-        max_staleness: Maximum age of a token in rounds.
-        update_prompts: Prompts of an update.
-        updates: Updates that have begun, this one included.
     """
     return (max_staleness + updates) * update_prompts
 
@@ -71,11 +66,6 @@ def window_of(max_staleness: int, update_prompts: int, prompts: int) -> int:
     A prompt that is admitted has at most `prompts - 1` others before it and is overtaken by at most
     `window - 1`. Each round trains on `update_prompts` of them, so it is passed over in at most
     `(prompts + window - 2) // update_prompts` rounds, which is one less than `max_staleness`.
-
-    Args:
-        max_staleness: Maximum age of a token in rounds.
-        update_prompts: Prompts of an update.
-        prompts: Prompts that decode at the same time.
     """
     return max(0, max_staleness * update_prompts + 1 - prompts)
 
@@ -84,12 +74,6 @@ def taken(overtaken: Sequence[int], ready: Sequence[bool], most: int, window: in
     """Indices of the prompts that an update takes: the oldest ones that are ready.
 
     None waits while `window` later ones are taken.
-
-    Args:
-        overtaken: How many later prompts were taken before each one, in the order of admission.
-        ready: Whether all its completions are there.
-        most: Maximum number of prompts.
-        window: See `window_of`.
     """
     found: list[int] = []
     room = window

@@ -48,11 +48,7 @@ class SlotSettings:
     """Number of engines that the settings were divided by."""
 
     def share(self, engines: int) -> "SlotSettings":
-        """Return the settings of each of several engines.
-
-        Raises:
-            UsageError: the slots cannot be divided equally.
-        """
+        """Return the settings of each of several engines."""
         slots, budget = self.slots, self.memory_budget
         if slots is not None and slots % engines:
             raise UsageError(
@@ -72,15 +68,7 @@ class SlotSettings:
         return f" on each of {self.engines} engines" if self.engines > 1 else ""
 
     def resolved_order(self, predicted: bool, early: bool = False) -> Order:
-        """The order of the waiting completions, by default the one that measured best.
-
-        Args:
-            predicted: Whether lengths are predicted.
-            early: Whether rounds end early, so that completions that start late are deferred.
-
-        Raises:
-            UsageError: the order needs predictions and there are none.
-        """
+        """The order of the waiting completions, by default the one that measured best."""
         if self.order is None:
             return ("shortest_first" if early else "longest_first") if predicted else "fifo"
         if self.order not in ("fifo", "least_attained") and not predicted:
@@ -93,17 +81,7 @@ class SlotSettings:
     def engine_slots(
         self, cache: KVCache, completions: int, shortest: int, by_default: int = DEFAULT_SLOTS
     ) -> int:
-        """Maximum number of requests inside each engine; `admission` may admit fewer.
-
-        Args:
-            cache: Cache of an engine that has not started yet.
-            completions: Completions that the engine gets in the largest rollout.
-            shortest: Tokens of the shortest prompt.
-            by_default: Limit where the user sets no `slots`.
-
-        Raises:
-            UsageError: the memory budget is too small for one completion.
-        """
+        """Maximum number of requests inside each engine; `admission` may admit fewer."""
         if self.slots is not None:
             return min(completions, self.slots)
         most = min(completions, by_default)
@@ -128,15 +106,6 @@ class SlotSettings:
         Without settings, more than 256 slots are used only if the cache holds so many completions
         of half the maximum length. Most completions are shorter than that; if they are not, vLLM
         preempts some and computes their cache twice.
-
-        Args:
-            cache: Cache of the engine.
-            slots: Slots of the engine.
-            max_completion_length: Maximum number of tokens per completion.
-            order: The result of `resolved_order`.
-
-        Raises:
-            UsageError: the engine's cache is too small for the slots or for one completion.
         """
         budget = None
         if self.memory_budget is not None and cache.block is not None:
@@ -178,17 +147,7 @@ class SlotSettings:
 def slots_for_budget(
     budget: int, kv_bytes_per_token: int, tokens_per_completion: int, where: str = ""
 ) -> int:
-    """Number of completions of the maximum length that fit into a memory budget.
-
-    Args:
-        budget: Bytes of key-value cache.
-        kv_bytes_per_token: Bytes per token in all layers.
-        tokens_per_completion: Longest prompt plus `max_completion_length`.
-        where: Where the budget holds, for the message.
-
-    Raises:
-        UsageError: not even one completion fits.
-    """
+    """Number of completions of the maximum length that fit into a memory budget."""
     one = kv_bytes_per_token * tokens_per_completion
     if budget < one:
         raise UsageError(

@@ -16,10 +16,6 @@ def counter_uniform(seeds: ArrayLike, counters: ArrayLike) -> NDArray[np.float64
     """Uniform numbers in [0, 1): number `counters[i]` of the stream with the seed `seeds[i]`.
 
     `engines.sampling.counter_uniform` computes the same on tensors.
-
-    Args:
-        seeds: Integers of 64 bits, signed or not; broadcast with `counters`.
-        counters: Integers, 0 or more.
     """
     seed, counter = (np.atleast_1d(np.asarray(x)).astype(np.uint64) for x in (seeds, counters))
     mixed = splitmix64(splitmix64(seed) + counter)

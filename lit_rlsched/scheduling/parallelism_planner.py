@@ -49,14 +49,6 @@ class TensorParallelPlanner:
     The planner only names a size. The engine decides where the devices come from: from other
     replicas (`dp * tp` constant) or from idle devices.
 
-    Args:
-        size: First size of both kinds.
-        maximum: Largest size.
-        minimum: Smallest size.
-
-    Raises:
-        UsageError: a size is not a power of two, or `size` is out of bounds.
-
     Example:
         >>> planner = TensorParallelPlanner(size=1, maximum=8)
         >>> planner.observe("short", preemptions=12)
@@ -98,15 +90,7 @@ class TensorParallelPlanner:
                 self._change(state, state.size // 2, average=0.0)
 
     def exclude(self, size: int, working: int) -> bool:
-        """Limit sizes to those that work, after an engine did not start with `size`.
-
-        Args:
-            size: The size that failed.
-            working: A size that works.
-
-        Returns:
-            Whether the limits changed. They do not if `size` lies within those that have worked.
-        """
+        """Limit sizes to those that work, after an engine did not start with `size`."""
         proven = self._proven | {working}
         if size > max(proven):
             self.maximum = size // 2
@@ -124,14 +108,6 @@ class TensorParallelPlanner:
         """Restart the engine with the size of the next round, or with another one if that fails.
 
         An error at a size that has worked before is raised: it has another cause.
-
-        Args:
-            kind: Kind of the next round.
-            working: Current size of the engine.
-            start: Restarts the engine with a size.
-
-        Returns:
-            A warning for the user if the engine did not start with the planned size.
         """
         size = self.size(kind)
         try:

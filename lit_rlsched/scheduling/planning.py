@@ -87,9 +87,6 @@ def plan_makespan(
     `lower_bound`, or if the search completes. The number of states grows exponentially with
     `slots`: beyond 20 jobs on 4 or more slots the search usually stops at its limit, and only the
     guarantee of `longest_first` is left.
-
-    Raises:
-        UsageError: `epsilon` is not positive, or as in the module's docstring.
     """
     if not epsilon > 0:
         raise UsageError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")

@@ -15,15 +15,7 @@ COLUMN = "domain"
 
 
 def quotas(shares: Mapping[str, float] | None, prompts: int) -> dict[str | None, int]:
-    """Split `prompts` into whole numbers by domain (largest remainder).
-
-    Args:
-        shares: Share of each domain; they add up to 1. `None`: one domain, `None`, for all.
-        prompts: Prompts of an update.
-
-    Raises:
-        UsageError: a domain would have no prompt.
-    """
+    """Split `prompts` into whole numbers by domain (largest remainder)."""
     if shares is None:
         return {None: prompts}
     exact = {domain: share * prompts for domain, share in shares.items()}
@@ -45,13 +37,7 @@ def domain_of(prompt: Prompt) -> str:
 
 
 def check_domains(prompts: Sequence[Prompt], raced: Mapping[str | None, int], waiting: int) -> None:
-    """Refuse prompts without a domain or of an unknown one, and domains with too few prompts.
-
-    Args:
-        prompts: The data set.
-        raced: Number of prompts of each domain in a race.
-        waiting: Maximum number of prompts that wait for a long round, perhaps all of one domain.
-    """
+    """Refuse prompts without a domain or of an unknown one, and domains with too few prompts."""
     there: Counter[str] = Counter()
     for prompt in prompts:
         if COLUMN not in prompt.columns:

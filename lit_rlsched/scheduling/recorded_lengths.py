@@ -17,15 +17,7 @@ from lit_rlsched.types import Request, Sample, stable_hash
 
 
 class LogNormalLengths:
-    """Log-normal completion lengths: `round(median * exp(sigma * z))`, at least 1.
-
-    Args:
-        median: Median length.
-        sigma: Standard deviation of the logarithm; about 1 for reasoning models.
-        seed: Seed of the lengths.
-        key: Field of the request that decides its length. With `id`, a resumed request keeps its
-            length; with `seed`, a request drawn again under a new seed gets a new one.
-    """
+    """Log-normal completion lengths: `round(median * exp(sigma * z))`, at least 1."""
 
     def __init__(
         self,
@@ -44,14 +36,7 @@ class LogNormalLengths:
 
 
 class TraceLengths:
-    """Recorded completion lengths.
-
-    Args:
-        lengths: Lengths by request id; or a list of which each id takes one by its hash; or the
-            path of a Parquet or JSONL file like the spans of a `RolloutTrace`, with the column
-            `tokens` and optionally `request`; or the folder of a run with `RolloutLogger`, with all
-            its rounds.
-    """
+    """Recorded completion lengths."""
 
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
         self.lengths = _read(Path(lengths)) if isinstance(lengths, str | Path) else lengths
@@ -67,11 +52,7 @@ class TraceLengths:
 
 
 class RecordedCompletions:
-    """Recorded completions, to be drawn again token by token.
-
-    Args:
-        token_ids: All tokens of each completion, by request id.
-    """
+    """Recorded completions, to be drawn again token by token."""
 
     def __init__(self, token_ids: Mapping[str, Sequence[int]]) -> None:
         self._token_ids = token_ids
@@ -80,11 +61,7 @@ class RecordedCompletions:
         return len(self.token_ids(request))
 
     def token_ids(self, request: Request) -> Sequence[int]:
-        """All tokens of the request's completion, its prefix included.
-
-        Raises:
-            UsageError: there is none, or the prefix is not shorter than the completion.
-        """
+        """All tokens of the request's completion, its prefix included."""
         tokens = self._token_ids.get(request.id, ())
         if not tokens:
             raise UsageError(f"request {request.id!r} has no recorded completion")

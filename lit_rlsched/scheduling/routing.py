@@ -16,13 +16,6 @@ def route(groups: Mapping[str, float], loads: Sequence[float]) -> dict[str, int]
     """Send each group to the engine with the fewest promised tokens, the first of them in a tie.
 
     A group stays together, so that its prompt is prefilled once.
-
-    Args:
-        groups: Promised tokens of each group, in the order in which the groups are sent.
-        loads: Tokens already promised by the requests of each engine.
-
-    Returns:
-        Index of each group's engine.
     """
     loads, homes = [*loads], {}
     for group, tokens in groups.items():
@@ -36,14 +29,6 @@ def moves(waiting: Sequence[Sequence[Request]], free: Sequence[int]) -> dict[str
 
     A request moves if it would wait where it is and start at once elsewhere. The engine with the
     most requests too many gives its newest first, those of one group together.
-
-    Args:
-        waiting: Waiting requests of each engine that may move, the oldest first.
-        free: Free slots of each engine minus all of its waiting requests. Below 0: that many
-            requests have to wait.
-
-    Returns:
-        Index of the new engine of each request that moves.
     """
     left, free, moved = [list(requests) for requests in waiting], [*free], dict[str, int]()
     while True:

@@ -9,14 +9,6 @@ def share(costs: Sequence[float], ranks: int) -> list[list[tuple[int, bool]]]:
     Ranks that exchange weights or gradients in every pass wait for the slowest of a turn, so a turn
     takes items that are neighbours in cost. Within it, the rank that has the least so far gets the
     most expensive item. With one rank the order is that of `costs`.
-
-    Args:
-        costs: Cost of each item.
-        ranks: Number of ranks.
-
-    Returns:
-        Turns. Each has an item for each rank, and whether it counts: where the last turn has fewer
-        items than ranks, the cheapest of them is repeated.
     """
     if ranks == 1:
         return [[(item, True)] for item in range(len(costs))]

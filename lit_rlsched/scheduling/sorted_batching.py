@@ -15,11 +15,7 @@ Unit = Literal["group", "completion"]
 
 @dataclass(frozen=True, slots=True)
 class SortedSettings:
-    """The arguments of `SortedBatching`, which documents them.
-
-    Raises:
-        UsageError: names the argument, its value and what to use instead.
-    """
+    """The arguments of `SortedBatching`, which documents them."""
 
     pool_rounds: int = 4
     update_prompts: int | None = None
@@ -37,11 +33,7 @@ class SortedSettings:
                 )
 
     def rule(self, prompts_per_round: int, num_generations: int, unit: Unit) -> "SortedRound":
-        """Make the rule.
-
-        Raises:
-            UsageError: an update has more prompts than a pool.
-        """
+        """Make the rule."""
         pool = self.pool_rounds * prompts_per_round
         update = self.update_prompts or prompts_per_round
         if update > pool:

@@ -27,11 +27,7 @@ measured: in the time that reads the weights, an H100 computes some 300 position
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The arguments of `Speculation`, which documents them.
-
-    Raises:
-        ValueError: an argument is out of range, or `drafter` cannot be imported.
-    """
+    """The arguments of `Speculation`, which documents them."""
 
     tokens: int = 4
     """Maximum number of draft tokens of a request in a decode step."""
@@ -135,11 +131,6 @@ class DraftTokens:
     Texts of a group stay while one of its requests runs. After that they stay until `forget`, as
     further requests of the group may wait. Beyond `IDLE_TOKENS`, the texts that were idle for
     longest are dropped. Groups use what others have learned until no request runs.
-
-    Args:
-        settings: The settings.
-        vocab_size: Number of token ids, if the engine knows it.
-        device: Type of the engine's device.
     """
 
     def __init__(
@@ -211,11 +202,7 @@ class DraftTokens:
         self._idle, self._idle_tokens = {}, 0
 
     def propose(self, running: Sequence[str]) -> dict[str, list[int]]:
-        """Return the draft tokens of the next step; requests without any are left out.
-
-        Args:
-            running: Ids of all requests that run in the engine; unknown ones only count.
-        """
+        """Return the draft tokens of the next step; requests without any are left out."""
         drafts: dict[str, list[int]] = {}
         if len(running) > self.settings.while_running:
             return drafts

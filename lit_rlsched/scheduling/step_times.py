@@ -23,11 +23,7 @@ class StepTimes:
 
     @classmethod
     def fit(cls, trace: RolloutTrace) -> "StepTimes | None":
-        """Fit the steps of a rollout that compute no prompt, by least squares.
-
-        Returns:
-            `None` if too few steps have draft tokens, or all have as many for each request.
-        """
+        """Fit the steps of a rollout that compute no prompt, by least squares."""
         steps = {name: np.array(column, dtype=float) for name, column in trace.steps.items()}
         plain = (steps["prefill_tokens"] == 0) & (steps["running"] > 0)
         steps = {name: column[plain] for name, column in steps.items()}

@@ -8,11 +8,7 @@ from lit_rlsched.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """When gradients are computed during a round.
-
-    Args:
-        start: Share of the update's prompts that must be ready before the first gradient.
-    """
+    """When gradients are computed during a round."""
 
     start: float = 0.2
 
@@ -22,11 +18,6 @@ class Parts:
 
     Parts depend only on the order in which groups are decoded, not on when scores arrive or how
     fast the trainer is, so that a repeated run is equal bit for bit.
-
-    Args:
-        streaming: When to start.
-        update_prompts: Prompts of the update.
-        part_tokens: Minimum number of tokens of a part.
     """
 
     def __init__(self, streaming: Streaming, update_prompts: int, part_tokens: int) -> None:
@@ -37,11 +28,7 @@ class Parts:
         self._tokens = 0  # of `_pending`
 
     def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
-        """Yield the parts that have become ready; more scores may arrive between two of them.
-
-        Args:
-            final_groups: See `RoundRule.final_groups`.
-        """
+        """Yield the parts that have become ready; more scores may arrive between two of them."""
         for group in final_groups:
             if group.id in self._taken:
                 continue

@@ -15,12 +15,6 @@ class AnswerTimeouts:
     answers of the same kind. A request larger than all before it (a step that prefills long
     prompts) may take longer in proportion. The first answer of a kind after a start of the process
     may take `first`, since it may compile; the start itself, which reads the weights, `start`.
-
-    Args:
-        floor: Minimum limit in seconds.
-        factor: Multiple of the percentile.
-        first: Minimum limit of first answers in seconds.
-        start: Minimum limit of a start in seconds.
     """
 
     def __init__(
@@ -69,9 +63,6 @@ class RunningClock:
 
     A tick that takes longer than `tick` seconds counts as `tick`: this process was stopped, or the
     machine was suspended.
-
-    Args:
-        tick: Usual seconds between two calls of `advance`.
     """
 
     def __init__(self, tick: float) -> None:
@@ -91,11 +82,6 @@ class AdaptiveTimeout:
     where the anchor is the longest time that scoring a correct completion of the task has taken.
     Incorrect ones do not count: code that hangs would raise its own limit. Without a correct
     completion so far, the limit is `maximum`.
-
-    Args:
-        scale: The paper's lambda.
-        minimum: Seconds.
-        maximum: Seconds.
     """
 
     def __init__(self, scale: float, minimum: float, maximum: float) -> None:

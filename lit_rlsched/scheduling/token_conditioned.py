@@ -21,9 +21,6 @@ class HashedTokens:
 
     Signed feature hashing (Weinberger et al., arXiv 0902.2206) of the single tokens and the pairs
     of prompt and completion, and of the completion's last tokens with their distance from its end.
-
-    Args:
-        size: Number of features.
     """
 
     last = 4
@@ -102,12 +99,6 @@ class SampleEncoder:
 
     The encoder runs on the CPU in float32 and is not trained. A text that is too long for it loses
     its beginning, since the drawn tokens at the end say more about the length.
-
-    Args:
-        name: Folder or hub name of an encoder such as BERT, with its tokenizer.
-
-    Raises:
-        UsageError: The encoder cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -133,11 +124,7 @@ class SampleEncoder:
         self._decode = decode
 
     def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Encode prompt and drawn tokens of each sample.
-
-        Raises:
-            RuntimeError: `bind` was not called.
-        """
+        """Encode prompt and drawn tokens of each sample."""
         if self._decode is None:
             raise RuntimeError("call `bind(decode)` first: an encoder reads text, not token ids")
         texts = [self._decode(sample.token_ids) for sample in samples]

@@ -63,12 +63,6 @@ class RolloutTrace:
 
     Several engines take turns: a turn is one step of each engine that is busy. Their clocks show
     the same time, but the steps of a turn may lie anywhere on them.
-
-    Args:
-        slots: Slots of all engines together; each has as many.
-        dynamic: Whether memory decides how many slots are in use. Metrics then refer to the largest
-            number of requests that ever ran at once on each engine.
-        engines: Number of engines.
     """
 
     def __init__(self, slots: int, dynamic: bool = False, engines: int = 1) -> None:
@@ -277,11 +271,7 @@ class RolloutTrace:
             column.append(value)
 
     def split(self, drawn: Mapping[str, int]) -> "RolloutTrace":
-        """End this trace, and return the next one.
-
-        Args:
-            drawn: Tokens that each running request has drawn since it was admitted.
-        """
+        """End this trace, and return the next one."""
         later = RolloutTrace(self._places * self.engines, self.dynamic, self.engines)
         if self._origin is not None:
             later._origin = now = self._origin + self.seconds

@@ -62,10 +62,6 @@ class TraceWriter:
     """Adds rounds to the traces of a run.
 
     Each file is written under another name and then renamed, so a reader never sees half of one.
-
-    Args:
-        folder: Folder of the traces.
-        most_bytes: Size of all files together that is kept.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
@@ -73,12 +69,7 @@ class TraceWriter:
         self._most_bytes = most_bytes
 
     def begin(self, number: int, about: Mapping[str, Any]) -> None:
-        """Go on before round `number`: delete rows of that round and later.
-
-        Args:
-            number: Number of the round; the first is 1.
-            about: What holds for all rounds, as JSON.
-        """
+        """Go on before round `number`: delete rows of that round and later."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.rglob("*.tmp"):
             path.unlink()

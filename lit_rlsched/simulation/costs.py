@@ -1,18 +1,16 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from lit_rlsched.scheduling.timeline import TRAINER, Span
+from lit_rlsched.scheduling.timeline import DECODE, TRAINER, Span, union
 from lit_rlsched.scheduling.trace_files import Tables
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.decoder import StepCosts
-from lit_rlsched.simulation.lanes import Lanes, seconds_beside
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a table of the traces."""
@@ -31,6 +29,22 @@ one can tell how much longer a step takes there."""
 MOST_SLOWDOWN = 4.0
 """Largest one that is looked for."""
 MOST_LATENCIES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a decode step: `base + running * r + kv * tokens in the cache + prefill * new`."""
+
+    base: float = 0.01
+    running: float = 5e-5
+    """For each request that runs."""
+    kv: float = 2e-8
+    """For each token in the key-value cache."""
+    prefill: float = 0.0
+    """For each prompt or prefix token of a new request."""
+    cached: float = 0.0
+    """Share of the tokens that prefix caching could spare and does spare: prompts of siblings that
+    the engine has begun in this round, and all tokens of a request that has paused in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +108,6 @@ def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, 
 
     Of all sets of columns that give such coefficients, the smallest is taken whose error is about
     the least: a column that says the same as others gets 0.
-
-    Args:
-        columns: `[N]` each.
-        seconds: `[N]`.
-
-    Returns:
-        A coefficient for each column.
     """
     names = [name for name, column in columns.items() if np.any(column)]
     scales = {name: float(np.abs(columns[name]).max()) for name in names}
@@ -125,19 +132,77 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
+TRAINS = ("update", "gradients", "verify")
+"""What a trainer computes."""
+
+
+def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span]) -> np.ndarray:
+    """Return the seconds `[N]` of each interval that lie in one of the others."""
+    if not others:
+        return np.zeros(len(starts))
+    edges = np.array(others)
+    lasted = edges[:, 1] - edges[:, 0]
+    total = np.cumsum(lasted)
+    until = np.stack([total - lasted, total], axis=1).ravel()
+    return np.interp(ends, edges.ravel(), until) - np.interp(starts, edges.ravel(), until)
+
+
+@dataclass(slots=True)
+class Lanes:
+    """When trainer and engines of a run computed: intervals on its clock, in order."""
+
+    trainer: list[Span]
+    """When the trainer computed."""
+    decoding: list[Span]
+    """When any engine decoded."""
+    idle: dict[int, list[Span]]
+    """When each engine did not decode."""
+    began: dict[int, float]
+    """When the first step of a round began, as far as it is known."""
+    apart: bool
+    """Whether an engine can decode while the trainer computes."""
+
+    @classmethod
+    def of(cls, traces: Tables, intervals: Sequence[Mapping[str, Any]]) -> "Lanes":
+        """Read the lanes."""
+        trainer, decoding = list[Span](), list[Span]()
+        idle: dict[int, list[Span]] = {}
+        for row in intervals:
+            span = row["start"], row["end"]
+            if row["lane"] == TRAINER:
+                if row["what"] in TRAINS and not row["waits_for"]:
+                    trainer.append(span)
+            elif row["what"] == DECODE:
+                decoding.append(span)
+            elif (number := row["lane"].removeprefix("engine ")).isdigit():
+                idle.setdefault(int(number), []).append(span)
+        rounds = traces.rows("rounds")
+        began = {row["round"]: row["began"] for row in rounds if row.get("began") is not None}
+        each = {engine: union(of) for engine, of in idle.items()}
+        apart = bool(traces.about.get("own_process", True))
+        return cls(union(trainer), union(decoding), each, began, apart)
+
+    def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the share of each window of steps in which the trainer computed, perhaps NaN."""
+        origin = np.array([self.began.get(n, math.nan) for n in columns["round"].tolist()])
+        starts, ends = columns["start"] + origin, columns["end"] + origin
+        if not self.apart:
+            return np.zeros(len(starts))
+        return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
+
+    def waits(self, number: int, engine: int, start: float, end: float) -> float:
+        """Return the seconds in which an engine did not decode, between two moments of a round."""
+        if (at := self.began.get(number)) is None:
+            return 0.0
+        edges = np.array([start + at]), np.array([end + at])
+        return float(seconds_beside(*edges, self.idle.get(engine, []))[0])
+
+
 def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
     """Fit the seconds of decode steps, with what passes between two of them.
 
     If some steps were made while the trainer computed and some were not, the costs are those of a
     step alone, and the third result says how much longer the others take.
-
-    Args:
-        traces: Tables of a run.
-        lanes: When its trainer and its engines computed.
-        warm_up: Number of a round that is left out, if there are others.
-
-    Raises:
-        UsageError: no round has steps.
     """
     columns = {name: np.array(of) for name, of in traces.table("steps").to_pydict().items()}
     if not columns or not len(columns["steps"]):
@@ -147,12 +212,6 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
         )
     if (late := columns["round"] != warm_up).any():
         columns = {name: column[late] for name, column in columns.items()}
-    plain = columns["proposed"] == 0  # draft tokens would be another term
-    if not plain.any():
-        raise UsageError(
-            f"`{traces.folder}`: every decode step has draft tokens, so what a plain one costs is "
-            "not known. Give a run without `Speculation`."
-        )
     model = {
         "base": columns["decode_steps"],
         "running": columns["running"],
@@ -160,9 +219,9 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
         "prefill": columns["prefill_tokens"],
     }
     share = lanes.beside(columns)
-    known = plain & np.isfinite(share)
+    known = np.isfinite(share)
     share = np.nan_to_num(share)
-    used = known if known.any() else plain
+    used = known if known.any() else np.ones_like(known)
     terms, slowdown = _alone_and_beside(model, columns["seconds"], share, used)
     longer = 1 + ((slowdown or 1.0) - 1) * share
     predicted: dict[int, float] = {}
@@ -196,12 +255,6 @@ def _alone_and_beside(
     """Fit windows of steps; return the costs of a step alone, and the slowdown of the others.
 
     Of all slowdowns the one is taken whose fit has the least error.
-
-    Args:
-        model: What a window's seconds are proportional to, `[N]` each.
-        seconds: `[N]`.
-        share: `[N]`, of a window in which the trainer computes.
-        used: `[N]`, which windows are fitted.
     """
     columns = {name: column[used].astype(float) for name, column in model.items()}
     seconds, share = seconds[used], share[used]
@@ -222,52 +275,28 @@ def _alone_and_beside(
     return fit(best)[1], best
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """Seconds of each round by what was done, from the intervals of the trainer."""
+def _trainer_seconds(
+    rows: Rows, decoding: Sequence[Span], slowdown: float
+) -> dict[str, dict[int, float]]:
+    """Return the trainer's seconds of each round: updates, one of its syncs, verification, other.
 
-    update: dict[int, float] = field(default_factory=dict)
-    """Of the round's update, which ends in the next lap."""
-    sync: dict[int, float] = field(default_factory=dict)
-    """Of one of its syncs."""
-    verify: dict[int, float] = field(default_factory=dict)
-    other: dict[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: Rows, decoding: Sequence[Span], slowdown: float) -> "_Rounds":
-        """Count the seconds; those beside decode steps are divided by the slowdown.
-
-        Args:
-            rows: Of the table of intervals.
-            decoding: When engines decoded, in order.
-            slowdown: How much longer the trainer takes then.
-        """
-        self = cls()
-        own = [row for row in rows if row["lane"] == TRAINER and not row["waits_for"]]
-        starts, ends = (np.array([row[edge] for row in own], float) for edge in ("start", "end"))
-        both = seconds_beside(starts, ends, decoding)
-        alone = ends - starts - (1 - 1 / slowdown) * both
-        for row, seconds in zip(own, alone.tolist(), strict=True):
-            number = row["round"]
-            if row["what"] in ("update", "gradients"):
-                number -= row["what"] == "update"
-                into = self.update
-            elif row["what"] == "weights":
-                self.sync[number] = seconds
-                continue
-            else:
-                into = self.verify if row["what"] == "verify" else self.other
-            into[number] = into.get(number, 0.0) + seconds
-        return self
+    Those beside decode steps are divided by the slowdown.
+    """
+    found = {what: dict[int, float]() for what in ("update", "weights", "verify", "other")}
+    own = [row for row in rows if row["lane"] == TRAINER and not row["waits_for"]]
+    starts, ends = (np.array([row[edge] for row in own], float) for edge in ("start", "end"))
+    alone = ends - starts - (1 - 1 / slowdown) * seconds_beside(starts, ends, decoding)
+    for row, seconds in zip(own, alone.tolist(), strict=True):
+        what, number = row["what"], row["round"]
+        if what == "update":  # it ends in the next lap
+            number -= 1
+        into = found["update" if what == "gradients" else what if what in found else "other"]
+        into[number] = seconds + (0.0 if what == "weights" else into.get(number, 0.0))
+    return found
 
 
 def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
-    """Fit the seconds of updates to the positions that were trained on.
-
-    Returns:
-        Seconds of each optimizer step, seconds of each position, the fit, and the share of the
-        completions that have an advantage other than 0.
-    """
+    """Fit the seconds of updates to the positions that were trained on."""
     table = traces.table("completions")
     of = {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
     kept = np.isin(of["fate"], ("stop", "length"))
@@ -310,35 +339,22 @@ def read_share(completions: Rows) -> float:
     return (every - sibling_tokens(completions)) / max(1, every)
 
 
-def verify_cost(
-    rounds: Rows, completions: Rows, seconds: Mapping[int, float], streams: bool
-) -> float | None:
+def verify_cost(rounds: Rows, completions: Rows, seconds: Mapping[int, float]) -> float | None:
     """Return the seconds for each position of a pass that verifies; `None`: none was measured.
 
-    A pass of its own verifies the drafts that the update does not, and another one reads those that
-    are cut. Where gradients are streamed, those of drafts with an advantage are cut by two passes.
-
-    Args:
-        rounds: Rows of a run's rounds.
-        completions: Rows of its completions.
-        seconds: Of the verification in each round.
-        streams: Whether the update's pass verifies what it trains on.
+    Drafts that are cut are read once more.
     """
-    metrics = {row["round"]: dict(row.get("metrics") or ()) for row in rounds}
-    groups: dict[int, list[Mapping[str, Any]]] = {}
-    for row in completions:
-        groups.setdefault(row["round"], []).append(row)
     took = passes = 0.0
-    for number, of in metrics.items():
-        rows = groups.get(number, [])
+    for row in rounds:
+        of, number = dict(row.get("metrics") or ()), row["round"]
+        rows = [each for each in completions if each["round"] == number]
         if not rows or not of.get("drafts/tokens") or not seconds.get(number):
             continue
-        positions = sum(row["prompt_tokens"] + row["tokens"] for row in rows)
-        drafted = min(1.0, of["drafts/tokens"] / max(1, sum(row["tokens"] for row in rows)))
-        trained = fmean(row["advantage"] != 0 for row in rows) if streams else 0.0
-        cut = max(0.0, drafted - of["drafts/completed"] / len(rows))
+        tokens = max(1, sum(each["tokens"] for each in rows))
+        positions = tokens + sum(each["prompt_tokens"] for each in rows)
+        drafted = of["drafts/tokens"] / tokens
         took += seconds[number]
-        passes += positions * ((1 - trained) * drafted + (1 + trained) * cut)
+        passes += positions * (drafted + max(0.0, drafted - of["drafts/completed"] / len(rows)))
     return took / passes if passes else None
 
 
@@ -357,9 +373,6 @@ def calibrated(traces: Tables) -> Costs:
     """Return the costs of a run.
 
     The first round is left out where there are others: it warms up.
-
-    Raises:
-        UsageError: the traces have no decode steps.
     """
     intervals, completions = traces.rows("intervals"), traces.rows("completions")
     of_rounds = traces.rows("rounds")
@@ -367,16 +380,15 @@ def calibrated(traces: Tables) -> Costs:
     first = min(numbers, default=0)
     lanes = Lanes.of(traces, intervals)
     step, fit, slowdown = step_fit(traces, lanes, first)
-    rounds = _Rounds.of(intervals, lanes.decoding, slowdown or 1.0)
+    took = _trainer_seconds(intervals, lanes.decoding, slowdown or 1.0)
     step = replace(step, cached=cached_share(traces, completions))
-    if len(rounds.other) > 1:  # what comes after the last round ends the run
-        rounds.other.pop(max(numbers, default=first) + 1, None)
-    for of in (rounds.update, rounds.sync, rounds.verify, rounds.other):
+    if len(took["other"]) > 1:  # what comes after the last round ends the run
+        took["other"].pop(max(numbers, default=first) + 1, None)
+    for of in took.values():
         if len(of) > 1:
             of.pop(first, None)
-    update, position, of_update, share = update_fit(traces, rounds.update)
-    streams = any(row["what"] == "gradients" for row in intervals)
-    verify = verify_cost(of_rounds, completions, rounds.verify, streams)
+    update, position, of_update, share = update_fit(traces, took["update"])
+    verify = verify_cost(of_rounds, completions, took["verify"])
     if verify is None:
         reads = step.prefill * read_share(completions) / traces.about.get("ranks", 1)
         verify = max(FORWARD * position, reads)
@@ -387,9 +399,9 @@ def calibrated(traces: Tables) -> Costs:
         update,
         position,
         verify,
-        _median(rounds.sync),
+        _median(took["weights"]),
         slowdown,
-        _median(rounds.other),
+        _median(took["other"]),
         share,
         tuple(sorted(latencies)[::every]),
         None if traces.about.get("async_rewards") else traces.about["reward_workers"],

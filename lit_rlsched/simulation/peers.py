@@ -7,13 +7,11 @@ difference between two rows is one between two rules.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lit_rlsched.scheduling.ahead_rollout import Correction
 from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.in_flight_updates import Cache, InFlight, WindowedRound, capacity
+from lit_rlsched.scheduling.in_flight_updates import WindowedRound, capacity
 from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least
-from lit_rlsched.settings import MOST
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import Group
 
@@ -88,26 +86,22 @@ class Peer:
     """Where it is from."""
     rule: Callable[[int], RoundRule]
     """Given the prompts of an update."""
-    ahead: Correction | None = None
+    beside: bool = False
     """Whether the next round is drawn during the update."""
-    cache: Cache | None = None
-    """What becomes of caches when weights change in flight; `None`: they do not."""
+    keeps_cache: bool = False
+    """Whether what goes on in the next round keeps its cache though the weights are new."""
     exact_lengths: bool = False
     """Whether it knows lengths in advance, which nobody does: a bound."""
 
     def schedule(self, update_prompts: int) -> Schedule:
         """Return the schedule for an update of this many prompts."""
-        schedule = Schedule(self.rule(update_prompts), ahead=self.ahead)
-        if self.cache is not None:
-            schedule.in_flight = InFlight("free", self.cache, ROUND_ENDS)
+        schedule = Schedule(self.rule(update_prompts), ahead="importance" if self.beside else None)
         if self.exact_lengths:
             schedule.slots = SlotSettings(order="longest_first")
             schedule.lengths = CalibratedPredictor(Oracle({"": 1}))
         return schedule
 
 
-ROUND_ENDS = MOST
-"""More turns than any rollout has: new weights come once for each update, where a round ends."""
 OVERSAMPLING = 1.5
 STALENESS = 1
 """Maximum age, in updates, of AReaL's and prime-rl's rules here."""
@@ -138,25 +132,26 @@ PEERS: dict[str, Peer] = {
             "bound, the update takes the first groups that are complete; prefixes are computed "
             "again under new weights",
             lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
-            cache="recompute",
+            beside=True,
         ),
         Peer(
             "one_step_off",
             "verl's one-step-off-policy recipe: the next batch is drawn during the update",
             FullRound,
-            ahead="importance",
+            beside=True,
         ),
         Peer(
             "windowed_fifo",
             "MiniMax Forge, TitanRL: ready prompts may overtake others within a window",
             lambda n: WindowedRound(n, None, 2, 1),
-            cache="recompute",
+            beside=True,
         ),
         Peer(
             "in_flight",
             "PipelineRL (arXiv 2509.19128): weights change in flight, caches are kept",
             lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
-            cache="keep",
+            beside=True,
+            keeps_cache=True,
         ),
         Peer(
             "oracle_lpt",

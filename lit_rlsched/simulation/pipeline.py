@@ -1,21 +1,46 @@
-"""Seconds of a schedule: rounds, updates and what of them overlaps, on a virtual clock."""
+"""Seconds of a schedule: the round loop of `fit` on a virtual clock, and what of it overlaps.
+
+    Pipeline(schedule, work, costs, machine, num_generations).run(rounds) -> Outcome
+
+Given lengths (`Workload`), what steps cost (`Costs`), slots and engines (`Machine`) and the
+schedule that callbacks make (`make_schedule`), the outcome has the seconds of each round, the
+tokens that it trains on, and the share of them that an earlier policy has drawn.
+
+What ends when is exact: rule, pool, admission and engines are those of a run. Which drafts a newer
+policy keeps, and how well lengths are predicted, is not known before; shares are taken instead.
+"""
 
 import gc
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rlsched.scheduling.admission import Order
-from lit_rlsched.scheduling.ahead_rollout import FORWARD, AfterRound
+from lit_rlsched.engines.pool import EnginePool
+from lit_rlsched.engines.simulated import SimulatedEngine
+from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.hooks import RoundHooks
+from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
+from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.decoder import Engines
-from lit_rlsched.simulation.loop import Visit
-from lit_rlsched.simulation.rounds import Drawn, SimulatedRounds
+from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.training.schedule import Schedule
-from lit_rlsched.types import ENVIRONMENT, Sample, Sampling, stable_hash
+from lit_rlsched.types import (
+    ENVIRONMENT,
+    Event,
+    Group,
+    LengthOnly,
+    Request,
+    Sample,
+    Sampling,
+    stable_hash,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +55,15 @@ class Machine:
     2: they share one, and nothing is gained. `None`: as the costs say, or 1."""
     rank_correlation: float = 0.5
     """How well lengths are predicted: 1 is perfect, 0 is chance."""
-    accepted: float = 0.95
-    """Share of drafts that the next policy accepts whole."""
+    accepted: float | Sequence[float] = 0.95
+    """Share of drafts that a policy one round younger accepts whole; perhaps followed by the shares
+    that policies two, three, ... rounds younger accept. Of older drafts as much per round."""
+
+    def accepts(self, age: float) -> float:
+        """Return the share of drafts of an age, in rounds, that are accepted whole."""
+        shares = [self.accepted] if isinstance(self.accepted, int | float) else self.accepted
+        known = max(1, min(math.ceil(age), len(shares)))
+        return float(shares[known - 1] ** (age / known))
 
 
 def slowdown_of(machine: Machine, costs: Costs) -> float:
@@ -46,18 +78,14 @@ class SimulatedRound:
     seconds: float
     """From the end of the update before to the end of its own."""
     rollout: float
-    """Seconds of the rollout, with the wait for the last score."""
+    """Seconds of the rollout, with the wait for the last score: of the next round's, if it is drawn
+    beside the update."""
     update: float
     around: float
-    """Seconds of sync, verification and whatever else, without what goes in flight."""
-    verification: float
-    """Those of the passes that only verify, which may be beside decode steps."""
+    """Seconds of sync, verification and whatever else."""
     decoding: float
     """Seconds of decode steps."""
     decode_steps: int
-    """Without those beside the update."""
-    steps_beside: int
-    """Decode steps of drafts beside the update."""
     slot_steps: int
     idle_slot_steps: int
     prompts: float
@@ -85,16 +113,18 @@ class Outcome:
         """Return the sum of a figure over the rounds."""
         return float(sum(getattr(each, name) for each in self.rounds))
 
+    def _per_update(self, name: str) -> float:
+        return self.total(name) * self.prompts_per_update / max(1.0, self.total("prompts"))
+
     @property
     def seconds(self) -> float:
         """Seconds for each update's worth of prompts."""
-        return self.total("seconds") * self.prompts_per_update / max(1.0, self.total("prompts"))
+        return self._per_update("seconds")
 
     @property
     def decode_steps(self) -> float:
         """Decode steps for each update's worth of prompts."""
-        steps = self.total("decode_steps") + self.total("steps_beside")
-        return steps * self.prompts_per_update / max(1.0, self.total("prompts"))
+        return self._per_update("decode_steps")
 
     @property
     def idle_share(self) -> float:
@@ -119,38 +149,127 @@ class Outcome:
 
 def unsupported(schedule: Schedule) -> str | None:
     """Say what of a schedule depends on more than lengths, or `None`."""
-    if schedule.drafting is not None:
-        return "draft tokens of `Speculation` depend on the text"
     if schedule.max_num_gen_batches > 1:
         return "which prompts `DynamicSampling` replaces depends on rewards"
     if schedule.selection is not None and schedule.selection.reward_range:
         return "when `DownSampling(early_stop=True)` stops depends on rewards"
     if schedule.slots.memory_budget is not None:
         return "`MicroGroupSampling(memory_budget=...)` is not simulated; give `slots`"
-    if schedule.slots.order == "planned":
-        return "`order='planned'` is not simulated"
     if schedule.rule.has_domains:
         return "domains of prompts are not known"
     return None
 
 
+class _Engine(SimulatedEngine):
+    """Decodes completions of known lengths, and spares the prefill that a prefix cache would."""
+
+    def __init__(self, pipeline: "Pipeline") -> None:
+        step = pipeline.costs.step
+        super().__init__(
+            lambda request: pipeline.length(request.id),
+            *(step.base, step.running, step.kv, step.prefill),
+            length_only=True,
+            stream=False,
+        )
+        self.share, self.keeps_all = step.cached, pipeline.keeps_cache
+        self.begun: set[str] = set()
+        """Requests and groups that have had a slot in this round."""
+
+    def prefilled(self, request: Request) -> float:
+        if self.keeps_all and request.prefix_ids:
+            return 0.0
+        tokens = super().prefilled(request)
+        known = tokens if request.id in self.begun else 0
+        if not known and request.group in self.begun:
+            known = len(request.prompt_ids)
+        self.begun |= {request.id, request.group}
+        return tokens - self.share * known
+
+
+class _Round(RoundHooks):
+    """A simulated round. The trainer's part in it: drafts are verified by chance."""
+
+    drawn: DrawnRound
+    state: RoundState
+
+    def __init__(self, pipeline: "Pipeline", rule: RoundRule) -> None:
+        self._pipeline, self._rule = pipeline, rule
+        self.verified = 0
+        """Positions that passes have read to verify drafts."""
+        self.certain: dict[str, float] = {}
+        """Seconds of the round after which gradients of a group may be computed."""
+
+    @property
+    def trained(self) -> list[Sample]:
+        """Completions that are trained on."""
+        return [sample for group in self.drawn.harvest.trained for sample in _samples(group)]
+
+    def planned(self, groups: list[Group]) -> None:
+        self._pipeline.samples = {s.id: s for g in groups for s in _samples(g)}
+
+    def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
+        """Keep a draft whole, or a prefix whose length is uniform.
+
+        The new policy reads all drafts; those that are cut are read by each policy that drew them.
+        """
+        pipeline = self._pipeline
+        for sample in (sample for group in groups for sample in _samples(group)):
+            completion = sample.completion
+            if (draft := completion.draft) is None:
+                continue
+            completion.draft, tokens, passes = None, len(draft.token_ids), 1
+            positions = len(sample.group.prompt.token_ids) + tokens
+            accepted = math.prod(
+                pipeline.machine.accepts((version - author) / pipeline.steps) ** (n / tokens)
+                for author, n in draft.segments
+            )
+            chance = (stable_hash(sample.id, version) % 2**20) / 2**20
+            if chance >= accepted:  # uniform in what is left of the interval
+                passes += len({*draft.versions})
+                tokens = int(tokens * (chance - accepted) / (1 - accepted))
+            self.verified += passes * positions
+            kept, whole = LengthOnly(tokens), tokens >= pipeline.length(sample.id, tokens)
+            completion.take(Event("", kept, kept, "stop" if whole else None), version)
+        return DraftAudit()
+
+    def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
+        for group in self._rule.final_groups(state):
+            self.certain.setdefault(group.id, trace.seconds)
+
+
+def _samples(group: Group) -> list[Sample]:
+    return [Sample(group, completion) for completion in group.completions]
+
+
+class _Guesses:
+    """Predicts lengths: a weighted mean, in logarithms, of the truth and of chance."""
+
+    revises = False
+
+    def __init__(self, work: Workload, rank_correlation: float) -> None:
+        self._work, self._weight = work, rank_correlation
+
+    def start_round(self) -> None: ...
+
+    def observe(self, samples: Sequence[Sample]) -> None: ...
+
+    def end_round(self) -> dict[str, float]:
+        return {}
+
+    def expect(self, samples: Sequence[Sample]) -> list[float]:
+        return [*map(self._expect, samples)]
+
+    def _expect(self, sample: Sample) -> float:
+        lengths, weight = self._work.lengths, self._weight
+        other = lengths[stable_hash(sample.id, "guess") % len(lengths)]
+        guess = other[stable_hash(sample.id) % len(other)]
+        total = self._work.length(sample) ** weight * guess ** (1 - weight)
+        return float(max(1.0, total - len(sample.completion.token_ids)))
+
+
 @dataclass
 class Pipeline:
-    """Simulates a schedule.
-
-    Args:
-        schedule: Result of `make_schedule`, or one of the peers'.
-        work: Lengths.
-        costs: Seconds of steps, updates and syncs.
-        machine: Slots and engines.
-        num_generations: Completions of a prompt.
-        steps_per_round: Optimizer steps of a round.
-        num_iterations: Times that a round is trained on.
-        source: Gives the prompts, whose uids are their places in `work`; by default in that order.
-
-    Raises:
-        UsageError: the schedule depends on more than lengths, or slots cannot be divided.
-    """
+    """Simulates a schedule. See the top of this file."""
 
     schedule: Schedule
     work: Workload
@@ -160,61 +279,58 @@ class Pipeline:
     steps_per_round: int = 1
     num_iterations: int = 1
     source: Any = None
-    _rounds: SimulatedRounds = field(init=False)
+    """Where prompts come from; by default those of `work`, again and again."""
+    keeps_cache: bool = False
+    """Whether what goes on in the next round keeps its cache though the weights are new."""
+    samples: dict[str, Sample] = field(init=False, default_factory=dict)
+    """Completions of the round, by id."""
     _visited: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if why := unsupported(self.schedule):
+        schedule, machine = self.schedule, self.machine
+        if why := unsupported(schedule):
             raise UsageError(f"This schedule is not simulated: {why}.")
-        slots = self.schedule.slots.slots or self.machine.slots
-        if slots % self.machine.engines:
+        slots = schedule.slots.slots or machine.slots
+        if slots % machine.engines:
             raise UsageError(
-                f"{slots} slots cannot be divided among {self.machine.engines} engines. Use a "
-                "multiple."
+                f"{slots} slots cannot be divided among {machine.engines} engines. Use a multiple."
             )
-        order = self._order()
-        each = slots // self.machine.engines
-        refill = self.schedule.slots.refill
-        self._rounds = SimulatedRounds(
-            self._visits() if self.source is None else self.source,
-            self.work.length,
-            Engines(self.machine.engines, each, self.costs.step, order, refill),
-            Sampling(self.work.limit),
-            self.num_generations,
-            self._expected if self.schedule.lengths is not None else None,
-            order == "longest_first",
-            self.machine.accepted,
-            self.schedule.in_flight is not None and self.schedule.in_flight.cache == "keep",
+        predicts, refill = schedule.lengths is not None, schedule.slots.refill
+        order = schedule.slots.resolved_order(predicts, schedule.rule.ends_early)
+        each = slots // machine.engines
+        lengths: Any = _Guesses(self.work, machine.rank_correlation) if predicts else None
+        self._engines = [_Engine(self) for _ in range(machine.engines)]
+        self._session = simulated_session(
+            EnginePool(self._engines) if machine.engines > 1 else self._engines[0],
+            slots,
+            max(self.work.prompt_tokens) + self.work.limit,
+            lambda: Admission(each, refill, order),
+            lengths,
         )
+        planner = RoundPlanner(RolloutBuffer(), Sampling(self.work.limit), self.num_generations)
+        planner.source = self.source or PromptList(self._visits())  # type: ignore[assignment]
+        self._runner = RoundRunner(planner)
 
     @property
-    def engines(self) -> Engines:
-        """The engines, whose `log` tells when which completion had a slot."""
-        return self._rounds.engines
+    def steps(self) -> int:
+        """Optimizer steps of a round: its last policy version is so many above its first."""
+        return self.steps_per_round * self.num_iterations
 
-    def _order(self) -> Order:
-        early = self.schedule.rule.ends_early
-        return self.schedule.slots.resolved_order(self.schedule.lengths is not None, early)
+    def _visits(self) -> Iterator[Visit]:
+        for visit in self.work.visits():
+            self._visited += 1
+            yield visit
 
-    def _expected(self, sample: Sample) -> float:
-        """Predict tokens to come: a weighted mean, in logarithms, of the truth and of chance."""
-        drawn, truth = len(sample.completion.token_ids), self.work.length(sample)
-        weight = self.machine.rank_correlation
-        other = self.work.lengths[stable_hash(sample.id, "guess") % len(self.work.lengths)]
-        guess = other[stable_hash(sample.id) % len(other)]
-        return max(1.0, truth**weight * guess ** (1 - weight) - drawn)
+    def length(self, name: str, least: int = 0) -> int:
+        """Return the tokens of a completion of the round when it ends, `least` or more."""
+        return min(max(self.work.length(self.samples[name]), least), self.work.limit)
 
     def run(self, rounds: int, warm_up: int = 0) -> Outcome:
         """Simulate rounds, of which the first `warm_up` do not count."""
-        schedule, simulate = self.schedule, self._in_turn
-        if schedule.ahead == "verify":
-            simulate = self._ahead_verified
-        elif schedule.ahead or schedule.in_flight is not None:
-            simulate = self._ahead
         collects = gc.isenabled()
         gc.disable()  # it would look through all completions again and again
         try:
-            simulated = simulate(rounds + warm_up)
+            simulated = [*self._rounds(rounds + warm_up)]
         finally:
             if collects:
                 gc.enable()
@@ -224,115 +340,45 @@ class Pipeline:
         bias = trained / self.work.mean_length(prompts, self.num_generations)
         return Outcome(simulated[warm_up:], self.schedule.rule.update_prompts, bias)
 
-    def _visits(self) -> Iterator[Visit]:
-        """Count the prompts that are drawn."""
-        for visit in self.work.visits():
-            self._visited += 1
-            yield visit
-
-    def _drawn(self, number: int, drafts: AfterRound | None = None) -> Drawn:
-        drawn = self._rounds.draw(self.schedule.rule, number, drafts)
-        assert drawn is not None, "the prompts never end"
-        return drawn
-
-    def _in_turn(self, rounds: int) -> list[SimulatedRound]:
-        return [self.next_round(number) for number in range(rounds)]
-
-    def next_round(self, number: int) -> SimulatedRound:
-        """Simulate a rollout, then its update; gradients perhaps while others decode."""
-        drafts: AfterRound | None = "cut" if self.schedule.fills_drain else None
-        drawn = self._drawn(number, drafts)
-        rollout, update = self._rollout(drawn), self._update(drawn)
-        beside = self._streamed(drawn, rollout, update)
-        seconds = rollout + update - beside + (slowdown_of(self.machine, self.costs) - 1) * beside
-        return self._figures(drawn, number, seconds, rollout, update)
-
-    def _ahead(self, rounds: int) -> list[SimulatedRound]:
-        """The next round is drawn beside the update, under the weights before it."""
-        made = []
-        drawn = self._drawn(0)
-        for number in range(rounds):
-            following = self._drawn(number + 1)
-            rollout, update = self._rollout(following), self._update(drawn)
-            seconds = self._in_flight(following, rollout, update)
-            if not number:
-                seconds += self._rollout(drawn)
-            version = number + (number > 0)  # the policy has made another step
-            made.append(self._figures(drawn, version, seconds, rollout, update))
-            drawn = following
-        return made
-
-    def _in_flight(self, drawn: Drawn, rollout: float, update: float) -> float:
-        """Seconds of a rollout beside an update, whose weights perhaps go into it.
-
-        Both wait for each other at these turns, except with `pace="free"`. Then all that runs is
-        prefilled again, unless caches are kept.
-        """
-        flying = self.schedule.in_flight
-        if flying is None or not drawn.turns:
-            return self._overlapped(rollout, update)
-        again = 0.0 if flying.cache == "keep" else self.costs.step.prefill * drawn.mean_kv
-        change = self.costs.sync + again / self.machine.engines
-        updates = self.steps_per_round * self.num_iterations
-        met = min(updates, (drawn.turns - 1) // flying.turns)
-        part, step = rollout * flying.turns / drawn.turns, update / updates
-        left = rollout - met * part, update - met * step
-        if flying.pace == "free":
-            return met * change + self._overlapped(rollout, update)
-        return met * (self._overlapped(part, step) + change) + self._overlapped(*left)
-
-    def _ahead_verified(self, rounds: int) -> list[SimulatedRound]:
-        """Drafts of the next round go on beside the verification of this one and its update.
-
-        With streamed gradients the pass that trains on a completion verifies it, too, and all of
-        the update is beside them. The engine waits while drafts are verified where the loop decides
-        between two steps which completions decode.
-        """
-        made = []
-        for number in range(rounds):
-            drawn = self._drawn(number, "go_on")
-            assert drawn.drafts is not None
-            streams = self.schedule.streaming is not None and not drawn.intervenes
-            rollout, update = self._rollout(drawn), self._update(drawn)
-            verification = self._verification(drawn, streams)
-            more = self._rounds.finish_drafts(drawn.drafts, number)
-            if streams and number:
-                seconds = self._overlapped(rollout + more, verification + update)
+    def _rounds(self, number_of: int) -> Iterator[SimulatedRound]:
+        """Draw a round and train on it; perhaps draw the next one meanwhile, with older weights."""
+        lost = slowdown_of(self.machine, self.costs) - 1
+        following: _Round | None = None
+        for number in range(number_of):
+            current = following or self._draw(number, number * self.steps)
+            rollout, update = self._rollout(current), self._update(current)
+            seconds = 0.0
+            if self.schedule.draws_beside:
+                seconds = 0.0 if number else rollout
+                following = self._draw(number + 1, number * self.steps)
+                rollout = self._rollout(following)
+                overlap = min(rollout, update)
             else:
-                beside = 0.0 if drawn.intervenes else FORWARD * more
-                seconds = rollout + self._overlapped(beside, verification)
-                seconds += self._overlapped(more - beside, update)
-            figures = self._figures(drawn, number, seconds, rollout + more, update)
-            figures.verification = verification
-            figures.around += verification
-            figures.steps_beside = self.engines.turn - drawn.turns
-            figures.peak_kv = self.engines.peak_kv
-            made.append(figures)
-        return made
+                overlap = self._streamed(current, rollout, update)
+            seconds += rollout + update + (lost - 1) * overlap
+            yield self._figures(current, number * self.steps, seconds, rollout, update)
 
-    def _overlapped(self, rollout: float, update: float) -> float:
-        """Seconds of a rollout and an update that begin at the same time."""
-        shorter, longer = sorted((rollout, update))
-        return longer + (slowdown_of(self.machine, self.costs) - 1) * shorter
+    def _draw(self, number: int, version: int) -> _Round:
+        for engine in self._engines:
+            engine.begun.clear()
+        rule = self.schedule.rule
+        current = _Round(self, rule)
+        current.drawn = self._runner.run(self._session, rule, number, version, current)
+        current.state = self._session.controller.state
+        self._runner.commit(current.drawn)
+        assert current.drawn.planned, "the prompts never end"
+        return current
 
-    def _verification(self, drawn: Drawn, streams: bool = False) -> float:
-        """Seconds of the passes that verify drafts, beside those of the update.
-
-        A draft that is cut is read once more, under the policy that drew it. One that the update's
-        pass has verified is read twice more, and was trained on in vain (`One pass verifies and
-        trains` in `docs/explanation/ahead_rollout.md`).
-        """
-        trained = self.costs.trained_share * self._selected(drawn) if streams else 0.0
-        passes = (1 - trained) * drawn.verified + (1 + trained) * drawn.cut
-        return self.costs.verify * passes + self.costs.position * trained * drawn.cut
-
-    def _rollout(self, drawn: Drawn) -> float:
+    def _rollout(self, current: _Round) -> float:
         """Seconds until the last score that the round waits for."""
-        rewards, ends = self.costs.reward, drawn.ended
+        trace, rewards = current.drawn.trace, self.costs.reward
         if rewards[-1] <= 0:
-            return drawn.seconds
+            return trace.seconds
+        decoded = {f"{of}/{c.index}" for of, cs in current.state.finished.items() for c in cs}
+        spans = zip(trace.spans["request"], trace.spans["end"], strict=True)
+        ends = {name: end for name, end in spans if name in decoded}
         workers = [0.0] * (self.costs.reward_workers or len(ends))
-        last = drawn.seconds
+        last = trace.seconds
         for name, end in sorted(ends.items(), key=lambda of: of[1]):
             took = rewards[stable_hash(name, "reward") % len(rewards)]
             scored = max(end, workers[0]) + took
@@ -340,68 +386,56 @@ class Pipeline:
             last = max(last, scored)
         return last
 
-    def _selected(self, drawn: Drawn) -> float:
-        """Share of the completions that the update has."""
-        selection = self.schedule.selection
-        return 1.0 if selection is None else min(1.0, selection.keep / self.num_generations)
+    def _update(self, current: _Round) -> float:
+        selection, share = self.schedule.selection, self.costs.trained_share
+        if selection is not None:
+            share *= min(1.0, selection.keep / self.num_generations)
+        positions = share * sum(map(len, current.trained))
+        each = self.steps_per_round * self.costs.update + self.costs.position * positions
+        return self.num_iterations * each
 
-    def _update(self, drawn: Drawn) -> float:
-        positions = self._selected(drawn) * sum(len(sample) for sample in drawn.trained)
-        each = self.costs.position * self.costs.trained_share * positions
-        return self.num_iterations * (self.steps_per_round * self.costs.update + each)
-
-    def _streamed(self, drawn: Drawn, rollout: float, update: float) -> float:
+    def _streamed(self, current: _Round, rollout: float, update: float) -> float:
         """Seconds of gradients that are computed while others decode."""
-        streaming = self.schedule.streaming
-        if streaming is None:
+        if (streaming := self.schedule.streaming) is None:
             return 0.0
-        groups = drawn.harvest.trained
-        total = sum(len(sample) for sample in drawn.trained)
-        ready = sorted(
-            (
-                max((drawn.ended.get(Sample(g, c).id, 0.0) for c in g.completions), default=0.0),
-                sum(len(Sample(g, c)) for c in g.completions) / max(1, total),
-            )
-            for g in groups
-        )
         first = max(1, int(streaming.start * self.schedule.rule.update_prompts))
-        at, beside = ready[min(first, len(ready)) - 1][0], 0.0
-        for moment, share in ready:
+        total, beside = sum(map(len, current.trained)), 0.0
+        groups = {group.id: group for group in current.drawn.harvest.trained}
+        ready = [(at, groups[n]) for n, at in current.certain.items() if n in groups]
+        at = ready[first - 1][0] if len(ready) >= first else rollout
+        for moment, group in ready:
             if (at := max(at, moment)) >= rollout:
                 break
-            took = share * (update - self.costs.update)
-            beside += max(0.0, min(took, rollout - at))
+            took = sum(map(len, _samples(group))) / total * (update - self.costs.update)
+            beside += min(max(0.0, took), rollout - at)
             at += took
         return beside
 
     def _figures(
-        self, drawn: Drawn, version: int, seconds: float, rollout: float, update: float
+        self, current: _Round, version: int, seconds: float, rollout: float, update: float
     ) -> SimulatedRound:
-        trained, harvest = drawn.trained, drawn.harvest
+        trace, harvest, trained = current.drawn.trace, current.drawn.harvest, current.trained
         tokens = stale = 0
         for sample in trained:
             for author, n in sample.completion.segments:
                 if author != ENVIRONMENT:
                     tokens += n
                     stale += n * (author < version)
-        verification = 0.0 if self.schedule.ahead == "verify" else self._verification(drawn)
-        around = self.costs.sync + self.costs.other + verification
+        around = self.costs.sync + self.costs.other + self.costs.verify * current.verified
         return SimulatedRound(
             seconds + around,
             rollout,
             update,
             around,
-            verification,
-            drawn.seconds,
-            drawn.turns,
-            0,
-            drawn.slot_steps,
-            drawn.slot_steps - drawn.row_steps,
+            trace.seconds,
+            trace.decode_steps,
+            trace.slot_steps,
+            trace.slot_steps - trace.busy_slot_steps,
             len(trained) / self.num_generations,
             len(trained),
             tokens,
-            drawn.drawn_tokens,
+            sum(each.tokens for each in harvest.ran),
             harvest.discarded_tokens,
             stale,
-            drawn.peak_kv,
+            int(max(trace.steps["kv_tokens"], default=0)),
         )

@@ -103,11 +103,7 @@ class Workload:
 
     @classmethod
     def of_run(cls, traces: Tables) -> "Workload":
-        """Take the completions of a run, prompts in the order in which they were trained on.
-
-        Raises:
-            UsageError: there is none that has ended.
-        """
+        """Take the completions of a run, prompts in the order in which they were trained on."""
         groups: dict[str, list[int]] = {}
         prompts: dict[str, int] = {}
         for row in traces.rows("completions"):
@@ -127,13 +123,6 @@ class Workload:
         """Read a CSV file with a line for each prompt: lengths, perhaps after a name.
 
         What begins as a number does is no name. Blank cells at the end of a line do not count.
-
-        Args:
-            path: The file.
-            limit: `max_completion_length`; by default the largest length.
-
-        Raises:
-            UsageError: there is no such file, or a cell of it holds something else.
         """
         lengths: list[list[int]] = []
         try:
@@ -160,17 +149,7 @@ class Workload:
         between: float = BETWEEN,
         seed: int = 0,
     ) -> "Workload":
-        """Draw log-normal lengths.
-
-        Args:
-            median: Median length.
-            sigma: Standard deviation of the logarithm.
-            limit: `max_completion_length`.
-            prompts: Number of prompts.
-            num_generations: Completions of each.
-            between: Share of the variance of the logarithm that lies between prompts.
-            seed: Seed.
-        """
+        """Draw log-normal lengths."""
         chance = np.random.default_rng(seed)
         of_prompt = chance.normal(size=(prompts, 1)) * math.sqrt(between)
         own = chance.normal(size=(prompts, num_generations)) * math.sqrt(1 - between)

@@ -19,15 +19,7 @@ STD_EPSILON = 1e-4
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Sum the weighted scores of a completion: `r_i = sum_k w_k r_ik`, ignoring NaN.
-
-    Args:
-        rewards: `[N, F]`, one column per reward function, NaN where a function gave no score.
-        weights: `[F]`.
-
-    Returns:
-        `[N]`; NaN, not 0, where no function gave a score.
-    """
+    """Sum the weighted scores of a completion: `r_i = sum_k w_k r_ik`, ignoring NaN."""
     unscorable = rewards.isnan().all(dim=1)
     return (rewards * weights).nansum(dim=1).masked_fill(unscorable, torch.nan)
 
@@ -38,31 +30,12 @@ def kl_in_reward(
     """Subtract a KL penalty: `r_i - beta * sum_t (logp_it - ref_logp_it)`.
 
     The k1 estimate of the sequence's KL divergence, in the reward as in RLOO (arXiv 2402.14740).
-
-    Args:
-        rewards: `[N]`.
-        logp: `[N, C]`, log-probabilities under the policy that drew the completions.
-        ref_logp: `[N, C]`, the same tokens under the reference model.
-        mask: `[N, C]`, non-zero on the completion's tokens.
-        beta: Weight of the penalty.
-
-    Returns:
-        `[N]`.
     """
     return rewards - beta * (logp - ref_logp).masked_fill(mask == 0, 0.0).sum(dim=1)
 
 
 def mean_kl(logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
-    """Mean over tokens of the KL estimate that `kl_in_reward` sums; 0 if there is no token.
-
-    Args:
-        logp: `[N, C]`, log-probabilities under the policy that drew the completions.
-        ref_logp: `[N, C]`, the same tokens under the reference model.
-        mask: `[N, C]`, non-zero on the completion's tokens.
-
-    Returns:
-        A scalar, which may be negative.
-    """
+    """Mean over tokens of the KL estimate that `kl_in_reward` sums; 0 if there is no token."""
     tokens = (mask != 0).sum().clamp(min=1)
     return (logp - ref_logp).masked_fill(mask == 0, 0.0).sum() / tokens
 
@@ -142,11 +115,7 @@ def standard_deviation(rewards: Tensor) -> Tensor:
 
 
 def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
-    """Scale rewards to float64 values that do not overflow; infinite ones become NaN.
-
-    Returns:
-        The scaled rewards, and the power of two that they were divided by, 1 for usual rewards.
-    """
+    """Scale rewards to float64 values that do not overflow; infinite ones become NaN."""
     exact = rewards.double()
     exact = exact.masked_fill(exact.isinf(), torch.nan)
     largest = float(exact.abs().nan_to_num(nan=0.0).max()) if exact.numel() else 0.0

@@ -50,13 +50,6 @@ def candidates(log_weights: Tensor, noise: Tensor) -> list[int]:
 
     A prefix is accepted with its weight at most, so its noise may rule it out before the policy
     that drew it is asked. One of weight 1 is accepted, so none that is shorter is used.
-
-    Args:
-        log_weights: `[C + 1]`, of all prefixes.
-        noise: `[C]`, for the prefixes of 1 to `C` tokens.
-
-    Returns:
-        Lengths, the longest first. The last one is accepted for certain.
     """
     weights = log_weights[:-1].exp()
     certain = int((weights == 1).nonzero()[-1])  # there is the empty one
@@ -134,13 +127,7 @@ class Trial:
         completion.logprobs = array("d", self.logprobs[:tokens].tolist())
 
     def cut(self, prefixes: Sequence[int], more: Tensor, logp: Tensor) -> bool:
-        """Accept the longest of some prefixes if one is accepted, and draw a token after it.
-
-        Args:
-            prefixes: Lengths, the longest first.
-            more: `[N, V]`, the `excess` after each.
-            logp: `[N, V]`, log-probs of the next token under the verifying policy.
-        """
+        """Accept the longest of some prefixes if one is accepted, and draw a token after it."""
         accepts = acceptance(self.log_weights[prefixes], more.sum(-1).cpu()).tolist()
         noise = [float(self.noise[length - 1]) if length else 0.0 for length in prefixes]
         accepted = (i for i, chance in enumerate(accepts) if noise[i] < chance)

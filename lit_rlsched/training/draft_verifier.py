@@ -100,11 +100,6 @@ class Drafts:
         draft without kept weights is discarded. `policy` has the weights of `version`; the noise
         depends on `seed`, `salt`, prompt, index and version alone. Drafts share a prompt as
         completions do in `OptimizerStep`, by `row_cost`.
-
-        Raises:
-            RunFailed: If the log-probs of engine and trainer, under the weights that drew the
-                drafts, differ by more than `allowed_gap` on average. The result would not be draws
-                of `policy`.
         """
         trials = self._trials(groups, version, seed, salt)
         audit = DraftAudit(tokens=sum(one.tokens for one in trials))
@@ -218,13 +213,6 @@ class EndedDrafts:
     A draft that this pass accepts whole is a completion. The others are left for `Drafts.verify`,
     which decides about them with the same noise and log-probs.
 
-    Args:
-        whole: Copies of the groups, with the drafts as completions; and the drafts.
-        version: Policy version that verifies.
-        eos_token_ids: Tokens that end a completion.
-        kept_whole: Gets the completions.
-        judged: Gets the log-probs of the others, by id.
-
     Attributes:
         groups: The copies.
         kept: Ids of the drafts that are accepted whole.
@@ -330,18 +318,7 @@ def _recall(
     batch: Sequence[Trial],
     rows: EncodedRows,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Read drafts with the weights that drew them.
-
-    Args:
-        policy: The verifying policy.
-        drew: Trainable weights by version. All drafts have tokens of each version.
-        batch: Drafts.
-        rows: Their tokens.
-
-    Returns:
-        The states that predict each token under the weights that drew it, by id; and differences
-        between the engine's and the trainer's log-probs of the tokens, each at most `MOST_OF_ONE`.
-    """
+    """Read drafts with the weights that drew them."""
     device = rows.input_ids.device
     drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=device)
     by = torch.tensor([version for one in batch for version in one.by], device=device)

@@ -51,15 +51,7 @@ class Drawing:
 
 
 class TrainerHooks(RoundHooks):
-    """Verifies drafts, stops and replaces groups, and computes gradients, for one round.
-
-    Args:
-        how: The round.
-        drafts: Verifies drafts.
-        salt: Part of the seeds of this Trainer.
-        divisor: Sequences and tokens that the gradients of parts are divided by; `None`: no
-            gradients are computed during the rollout.
-    """
+    """Verifies drafts, stops and replaces groups, and computes gradients, for one round."""
 
     def __init__(
         self, how: Drawing, drafts: Drafts, salt: str, divisor: tuple[int, int] | None = None

@@ -47,13 +47,6 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
     """Split a model as `check_lm_head` found right.
 
     Use the result for one pass only: under autocast it keeps a cast copy of the head's weights.
-
-    Args:
-        model: A transformers causal language model, or one wrapped by PEFT.
-        temperature: Divides the logits.
-
-    Raises:
-        UsageError: If the model has no LM head.
     """
     causal_lm, head, config = model_parts(model)
     if _parts_differ.get(model, False):
@@ -78,10 +71,6 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
     """Compare body and LM head with the model's own forward on `[T]` tokens of a sequence.
 
     If they differ, `lm_head` uses the model's own forward from then on; a warning says so.
-
-    Raises:
-        UsageError: If the model has no LM head, looks ahead, or returns logits that do not
-            correspond to its tokens.
     """
     if len(token_ids) < 2:
         return
@@ -183,13 +172,6 @@ def cast_once(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     `torch.autocast` with `cache_enabled=False`, as Lightning enters it, casts them in every call
     and every recomputation. Values and gradients are unchanged: the gradients of the calls are cast
     to fp32 one by one and added in fp32.
-
-    Args:
-        layer: The layer. Anything except an `nn.Linear` with fp32 weights under autocast is
-            returned unchanged.
-
-    Returns:
-        A function of the layer's input `[..., H]`, which must not outlive a change of the weights.
     """
     if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
         return layer

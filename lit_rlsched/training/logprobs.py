@@ -245,12 +245,7 @@ def _completion_starts(
 def _shared_layout(
     input_ids: Tensor, starts: Tensor, completion_lengths: Tensor, completion_rows: Tensor
 ) -> dict[str, Tensor]:
-    """Build model inputs that hide the completions of one row from each other.
-
-    Returns:
-        `position_ids` `[R, T]`, which continue from the prompt for each completion, and a boolean
-        `attention_mask` `[R, 1, T, T]`, True where a query (third axis) sees a key.
-    """
+    """Build model inputs that hide the completions of one row from each other."""
     rows, width = input_ids.shape
     ends = starts + completion_lengths
     jumps = torch.zeros(2, rows, width + 1, dtype=torch.long, device=input_ids.device)

@@ -58,12 +58,7 @@ def base_model(policy: nn.Module) -> PreTrainedModel:
 def add_lora(
     policy: PreTrainedModel, rank: int, alpha: int, target_modules: str | Sequence[str]
 ) -> Any:
-    """Freeze the policy and add trainable LoRA adapters with peft.
-
-    Raises:
-        UsageError: peft is missing.
-        UsageError: no layer has such a name, or a layer cannot have an adapter.
-    """
+    """Freeze the policy and add trainable LoRA adapters with peft."""
     with needing_peft("lora_rank"):
         from peft import LoraConfig
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -90,12 +85,7 @@ def with_adapter(policy: PreTrainedModel, config: Any) -> Any:
 
 
 def adapter_config(model: str) -> Any:
-    """The peft config of a folder or a hub repository with an adapter; `None` if it has none.
-
-    Raises:
-        UsageError: peft is missing.
-        UsageError: it is another adapter than plain LoRA, or a whole model lies beside it.
-    """
+    """The peft config of a folder or a hub repository with an adapter; `None` if it has none."""
     try:
         found = find_adapter_config_file(model)
     except (OSError, ValueError):  # no name of a repository: the caller says what is wrong
@@ -153,15 +143,7 @@ def _of_adapter(config: Any) -> dict[str, Any]:
 
 
 def lora_settings(given: Mapping[str, Any], adapter: Any) -> dict[str, Any]:
-    """The `lora_*` settings, completed from the adapter or with their defaults.
-
-    Args:
-        given: Settings of the module.
-        adapter: The `adapter_config` of its model.
-
-    Raises:
-        UsageError: A setting differs from the adapter's, or there are no adapters.
-    """
+    """The `lora_*` settings, completed from the adapter or with their defaults."""
     if adapter is None:
         own = {"lora_alpha": 32, "lora_target_modules": "all-linear"}
         if given["lora_rank"]:
@@ -276,11 +258,7 @@ def needing_peft(setting: str) -> Iterator[None]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the module's settings for peft's `LoraConfig`, or none for None.
-
-    Raises:
-        UsageError: it has others.
-    """
+    """Return the module's settings for peft's `LoraConfig`, or none for None."""
     if config is None:
         return {}
     same = {"r", "lora_alpha", "target_modules", "task_type", "peft_type"}

@@ -196,16 +196,6 @@ def rollout_correction(
 
     The ratio is `exp(old_logp - rollout_logp)`, per token or for the sum over a sequence. The
     metrics show the ratios before truncation or masking, which would hide a mismatch.
-
-    Args:
-        old_logp: `[B, C]`.
-        rollout_logp: `[B, C]`; NaN, a token that the engine did not score, counts as a ratio of 1.
-        mask: `[B, C]`, boolean.
-        mode: See `importance_sampling_mode` of `policy_loss`.
-        cap: Maximum of the ratio.
-
-    Returns:
-        Weights, `[B, C]` for the token modes or `[B, 1]` for the sequence modes, and metrics.
     """
     difference = (old_logp - rollout_logp).masked_fill(~mask, 0.0)
     scored = mask & ~difference.isnan()

@@ -139,9 +139,6 @@ def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None
 
     A `GradScaler` skips such a step and halves its scale, so the gradient itself is wrong only if
     that did not help with a scale below 1.
-
-    Raises:
-        FloatingPointError: If the norm of the unscaled gradient is NaN or infinite.
     """
     if math.isfinite(norm):
         return
@@ -191,11 +188,7 @@ def not_finite(policy: nn.Module, trained_only: bool = False) -> list[str]:
 
 
 def refuse_weights(wrong: Sequence[str]) -> None:
-    """Stop before weights that are not finite are used.
-
-    Raises:
-        FloatingPointError: If there are any; names the first of `wrong`.
-    """
+    """Stop before weights that are not finite are used."""
     if wrong:
         raise FloatingPointError(
             f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, the "

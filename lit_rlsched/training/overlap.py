@@ -42,10 +42,6 @@ class Overlap:
 
     The weights at its beginning and seeds decide what is drawn, timing does not. `wait` ends the
     rollout in the background; do not read the pool before.
-
-    Args:
-        runner: Draws rounds and holds the pool.
-        drafts: Verifies drafts, with the weights that drew them.
     """
 
     def __init__(self, runner: RoundRunner, drafts: Drafts) -> None:
@@ -98,14 +94,7 @@ class Overlap:
         session.in_background(decode)
 
     def update(self, session: RolloutSession, policy: nn.Module, version: int, keep: bool) -> None:
-        """Give a rollout in the background the weights of an optimizer step.
-
-        Args:
-            session: Runs the rollout.
-            policy: It has the weights of `version`.
-            version: The new policy version.
-            keep: Whether tokens of this version may become drafts, which its weights verify.
-        """
+        """Give a rollout in the background the weights of an optimizer step."""
         if session.update(version) and keep:
             self._kept.keep_version(policy, version)
 

@@ -180,11 +180,7 @@ def load_tokenizer(tokenizer: str) -> Any:
 
 
 def find_policy(module: nn.Module) -> nn.Module:
-    """Find the only trainable causal language model in a LightningModule, PEFT wrapper included.
-
-    Raises:
-        UsageError: If there is none or more than one.
-    """
+    """Find the only trainable causal language model in a LightningModule, PEFT wrapper included."""
     trainable = [
         m for m in _language_models(module) if any(p.requires_grad for p in m.parameters())
     ]
@@ -281,12 +277,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def adapter_spec(policy: nn.Module) -> AdapterSpec:
-    """Return the sizes of the policy's adapters.
-
-    Raises:
-        UsageError: The policy has no adapters, or trains more than the matrices A and B of linear
-            layers.
-    """
+    """Return the sizes of the policy's adapters."""
     layers = dict(_layers(policy))
     if not layers:
         raise UsageError(
@@ -307,12 +298,7 @@ def adapter_spec(policy: nn.Module) -> AdapterSpec:
 
 
 def fingerprint(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
-    """Return digits that depend on names, types, shapes and values.
-
-    Args:
-        weights: Tensors by name.
-        dtype: Type that counts for all floating-point tensors, to which they are rounded.
-    """
+    """Return digits that depend on names, types, shapes and values."""
     digest = hashlib.blake2b(digest_size=6)
     for name, tensor in weights.items():
         used = tensor.detach().to(dtype if tensor.is_floating_point() else None)

@@ -96,11 +96,7 @@ def keeping_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def check_float32(policy: nn.Module, owner: str) -> None:
-    """Refuse a policy with a rounded tensor that transformers keeps in float32.
-
-    Raises:
-        UsageError: Names the first such tensor and the fix. `owner` is the LightningModule's class.
-    """
+    """Refuse a policy with a rounded tensor that transformers keeps in float32."""
     model, dtype = base_model(policy), next(policy.parameters()).dtype
     if dtype not in HALF:
         return

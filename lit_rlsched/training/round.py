@@ -150,11 +150,7 @@ def cells(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_rewards(round: Round, weights: Sequence[float], enough: int) -> None:
-    """Stop a run if none of at least `enough` completions of a round has a reward.
-
-    Raises:
-        RunFailed: With the number of failures, and the first of them.
-    """
+    """Stop a run if none of at least `enough` completions of a round has a reward."""
     unscored = reward_matrix(round.groups, weights).isnan().all()
     if len(round.completions) >= enough and unscored:
         raise RunFailed(no_rewards(round.completions, f"of round {round.ordinal}"))

@@ -141,12 +141,7 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 
 
 def speculation_metrics(trace: RolloutTrace, trained: Collection[str]) -> dict[str, float]:
-    """Metrics of draft tokens, `speculation/*`; none if there were none.
-
-    Args:
-        trace: The rollout.
-        trained: Ids of the completions that are trained on.
-    """
+    """Metrics of draft tokens, `speculation/*`; none if there were none."""
     proposed, accepted = trace.total("proposed"), trace.total("accepted")
     failures = trace.total("drafter_failures")
     if not proposed:
@@ -227,10 +222,6 @@ def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -
 
     It covers the tokens of the newest version in completions that older versions began. The policy
     has these weights now, and only the engine's cache differs.
-
-    Returns:
-        `in_flight/cache_kl`, in nats per token (`exp(d) - 1 - d` with `d = p - q`, k3), if there
-        are such tokens.
     """
     samples = [
         s

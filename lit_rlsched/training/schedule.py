@@ -64,6 +64,11 @@ class Schedule:
         old = self.rule.verifies_from is not None
         return self.rule.keeps_drafts or old or self.ahead == "verify" or self.fills_drain
 
+    @property
+    def draws_beside(self) -> bool:
+        """Whether the next round is drawn while the trainer updates the policy."""
+        return self.ahead is not None or self.in_flight is not None
+
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""
         if self.probe_tokens is None:

@@ -53,16 +53,7 @@ def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
 
 @dataclass(slots=True)
 class Selection:
-    """Down-sampling (PODS, arXiv 2504.13818): train on `keep` completions of each group.
-
-    Args:
-        keep: Completions of a group that are trained on.
-        rule: How to choose them; see `scheduling.down_sampling`.
-        full_scope: Compare rewards among all of a group instead of the selected completions.
-        drop_uninformative: Drop a group if the compared rewards are all equal.
-        reward_range: Minimum and maximum reward; a group stops decoding once its rewards have the
-            largest variance possible. `None`: decode all completions to their end.
-    """
+    """Down-sampling (PODS, arXiv 2504.13818): train on `keep` completions of each group."""
 
     keep: int
     rule: Rule = "max_variance"

@@ -97,11 +97,6 @@ def difference(policy: nn.Module, samples: Sequence[Sample]) -> tuple[float, flo
     """Encode completions of one group with a shared and with repeated prompts, and compare.
 
     This needs no more memory than an update on the shared row. `policy` keeps its `grad`.
-
-    Returns:
-        Mean absolute difference of the log-probs, and norm of the difference of the gradients over
-        the norm of the gradients: the larger values of a comparison with the whole prompt and one
-        with its last `CHECKED_PROMPT` tokens.
     """
     weights: list[Tensor] = []
     for weight in sorted((p for p in policy.parameters() if p.requires_grad), key=Tensor.numel):

@@ -198,11 +198,7 @@ class Update:
 
 
 def split_steps(num_groups: int, steps_per_round: int, *seed_parts: object) -> list[list[int]]:
-    """Distribute a round's groups over its optimizer steps, in an order given by `seed_parts`.
-
-    Returns:
-        `steps_per_round` lists of group positions, of equal length if possible.
-    """
+    """Distribute a round's groups over its optimizer steps, in an order given by `seed_parts`."""
     order = list(range(num_groups))
     if steps_per_round > 1:
         random.Random(stable_hash(*seed_parts)).shuffle(order)

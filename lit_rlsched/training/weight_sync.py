@@ -72,11 +72,7 @@ class PolicyReader:
         }
 
     def weights(self) -> "PolicyWeights":
-        """Return every weight under its checkpoint name, with adapters merged, or adapters alone.
-
-        Raises:
-            FloatingPointError: If a weight is NaN or infinite.
-        """
+        """Return all weights under their checkpoint names, adapters merged, or adapters alone."""
         wrong = self._team.call("not_finite", self._not_finite)
         refuse_weights(sorted({name for of_rank in wrong for name in of_rank}))
         return PolicyWeights(self)
@@ -166,16 +162,7 @@ class WeightSync:
         self._temperature = temperature
 
     def __call__(self, version: int, keep: bool = False) -> dict[str, float]:
-        """Load the weights of `version`; return `sync/max_logp_diff` if they are checked.
-
-        Args:
-            version: Policy version.
-            keep: Leave running requests with what older weights have cached, and check nothing.
-
-        Raises:
-            FloatingPointError: If a weight is NaN or infinite; the engine does not get it.
-            RunFailed: If the engine does not decode with these weights.
-        """
+        """Load the weights of `version`; return `sync/max_logp_diff` if they are checked."""
         load = self._engine.update_weights if keep else self._engine.sync_weights
         load(self._policy.weights(), version)
         while self._prompts and not keep:

@@ -1,12 +1,9 @@
 """Slots for a pool. The simulation is the round loop of a run, so figures by hand suffice."""
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.bubbles import bubble_ratio, decode
-from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.simulation.pools import pool_bubble_ratio, recommend_slots
+from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 
 modes = st.sampled_from(["on_policy", "partial"])
 orders = st.sampled_from(["fifo", "least_attained"])
@@ -24,15 +21,11 @@ def pools(draw):
 
 @given(pools(), modes, orders, st.integers(1, 14))
 @example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", 2)  # a tie
-def test_single_completions_are_groups_of_one(pool, mode, order, slots):
-    lengths, update, limit = pool
-    width, flat = len(lengths[0]), [length for group in lengths for length in group]
-    rule = SortedRound(update, len(lengths), width, "completion", mode)
-    costs = {"step_time_base": 1.0, "per_running": 0, "per_kv_token": 0}
-    drained = decode(lengths, rule, slots, order, limit, **costs)
-    ratio = pool_bubble_ratio(flat, update * width, slots, mode, order, limit)
-    assert ratio == bubble_ratio(drained.rounds)
-    assert ratio == pytest.approx(drained.metrics["pool/bubble_ratio"], rel=1e-12)
+def test_of_a_flat_list_each_completion_is_a_group(pool, mode, order, slots):
+    groups, update, limit = pool
+    flat = [length for group in groups for length in group]
+    ratio = pool_bubble_ratio(flat, update, slots, mode, order, limit)
+    assert ratio == pool_bubble_ratio([[n] for n in flat], update, slots, mode, order, limit)
 
 
 @given(pools(), modes, orders, targets)

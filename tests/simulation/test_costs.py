@@ -6,12 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.costs import FORWARD, calibrated, fitted, verify_cost
-from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
-from lit_rlsched.simulation.lanes import seconds_beside
+from lit_rlsched.simulation.costs import (
+    FORWARD,
+    Costs,
+    StepCosts,
+    calibrated,
+    fitted,
+    seconds_beside,
+    verify_cost,
+)
+from lit_rlsched.simulation.pipeline import Machine, Pipeline
+from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.training.schedule import Schedule
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=3, max_size=3), st.integers(0, 99))
@@ -173,17 +183,14 @@ def test_an_engine_that_waits_in_a_round_takes_no_longer(tmp_path):
     assert costs.step.base == pytest.approx(COSTS.base, rel=0.02) and costs.fits[0].error < 0.01
 
 
-@pytest.mark.parametrize(("streams", "passes"), [(False, 1 + 0.25), (True, 0.25 + 1.75 * 0.25)])
-def test_the_cost_of_a_verification_is_found(streams, passes):
-    """All have drafts, a quarter is cut, and three of four completions have an advantage."""
-    rows = [
-        {"round": 2, "prompt_tokens": 10, "tokens": 20, "advantage": float(i < 3)} for i in range(4)
-    ]
+def test_the_cost_of_a_verification_is_found():
+    """All have drafts, and the quarter that is cut is read twice."""
+    rows = [{"round": 2, "prompt_tokens": 10, "tokens": 20} for _ in range(4)]
     metrics = {"drafts/tokens": 80.0, "drafts/completed": 3.0}
     rounds = [{"round": n, "metrics": metrics} for n in (1, 2)]
-    found = verify_cost(rounds, rows, {1: 5.0, 2: 6.0}, streams)
-    assert found == pytest.approx(6.0 / (4 * 30 * passes))
-    assert verify_cost(rounds, rows, {2: 0.0}, streams) is None
+    found = verify_cost(rounds, rows, {1: 5.0, 2: 6.0})
+    assert found == pytest.approx(6.0 / (4 * 30 * 1.25))
+    assert verify_cost(rounds, rows, {2: 0.0}) is None
 
 
 def test_noise_is_told_and_seconds_without_a_law_do_not_fit(tmp_path):
@@ -215,10 +222,7 @@ def test_fitted_costs_give_the_seconds_of_other_slots(tmp_path):
     found = calibrated(moved(write_run(tmp_path))).step
     seconds = []
     for costs in (COSTS, found):
-        engines = Engines(1, 3, costs)
-        lengths = [40, 7, 99, 300, 12, 5, 60]
-        engines.submit(Item(str(i), str(i), 30, 0, n, 400, 400) for i, n in enumerate(lengths))
-        while engines.step():
-            pass
-        seconds.append(engines.seconds)
+        work = Workload([[40], [7], [99], [300], [12], [5], [60]], [30] * 7, 400)
+        pipeline = Pipeline(Schedule(FullRound(7)), work, Costs(costs), Machine(3), 1)
+        seconds.append(pipeline.run(1).rounds[0].decoding)
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.decoder import StepCosts
+from lit_rlsched.simulation.costs import Costs, StepCosts
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
@@ -16,8 +15,9 @@ def rounds(name, slots, lengths=LENGTHS, number=2, update=0.0, step=UNIT, prompt
     """Rounds of a peer; a decode step takes a second, and so does nothing else."""
     work = Workload([[n] for n in lengths], [10] * len(lengths), 99)
     costs = Costs(step, update=update, position=0.0, verify=0.0, sync=0.0, other=0.0)
-    machine = Machine(slots, rank_correlation=1.0)
-    return Pipeline(PEERS[name].schedule(prompts), work, costs, machine, 1).run(number)
+    machine, peer = Machine(slots, rank_correlation=1.0), PEERS[name]
+    schedule, keeps = peer.schedule(prompts), peer.keeps_cache
+    return Pipeline(schedule, work, costs, machine, 1, keeps_cache=keeps).run(number)
 
 
 def figures(outcome, *names):

@@ -1,61 +1,35 @@
-"""Seconds of rounds by hand: what waits for what, and what overlaps."""
+"""Seconds of rounds by hand: what waits for what, what overlaps, and what drafts cost."""
 
 import pytest
 
-from lit_rlsched.callbacks import (
-    AheadRollout,
-    InFlightUpdates,
-    LengthPrediction,
-    MicroGroupSampling,
-)
+from lit_rlsched.callbacks import InFlightUpdates, StreamedTraining
 from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.decoder import Engines, Item, StepCosts
+from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.simulation.costs import Costs, StepCosts
+from lit_rlsched.simulation.peers import FirstReadyRound
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.training.schedule import Schedule
 
 UNIT = StepCosts(base=1.0, running=0.0, kv=0.0, prefill=0.0)
-PROMPTS, TOKENS, PROMPT = 2, 8, 10
-SIZES = {"prompts_per_round": PROMPTS, "num_generations": 2, "max_completion_length": TOKENS}
+TOKENS, PROMPT = 8, 10
+NOTHING = {"update": 0.0, "position": 0.0, "verify": 0.0, "sync": 0.0, "other": 0.0}
 
 
-def rounds(*callbacks, number=4, step=UNIT, accepted=1.0, given=None, sizes=(), **costs):
-    """Rounds of two prompts with two completions of eight tokens, each of which has a slot."""
-    work = Workload([[TOKENS] * 2] * 99, [PROMPT] * 99, TOKENS)
-    nothing = {"update": 0.0, "position": 0.0, "verify": 0.0, "sync": 0.0, "other": 0.0}
-    about = SIZES | dict(sizes)
-    schedule = make_schedule([*callbacks], facts_of(about))
-    machine = Machine(8, slowdown=given, accepted=accepted)
-    steps = about.get("steps_per_round", 1)
-    pipeline = Pipeline(schedule, work, Costs(step, **nothing | costs), machine, 2, steps)
-    return [each.seconds for each in pipeline.run(number).rounds]
+EIGHT = Machine(8)
 
 
-@pytest.mark.parametrize(
-    ("update", "expected"),
-    [
-        (2.0, 3 + 1 + 5 + 1),  # the trainer waits for the third turn
-        (4.0, 4 + 1 + 5 + 1),  # the engine waits for the update
-    ],
-)
-def test_engine_and_trainer_meet_where_weights_go_in(update, expected):
-    """A sync there, and one at the end of the round."""
-    seconds = rounds(InFlightUpdates(turns=3), update=update, sync=1.0)
-    assert seconds[1:] == [expected] * 3
+def outcome(schedule, lengths, number, machine=EIGHT, step=UNIT, steps=1, **costs):
+    """Rounds of prompts with these completions, two to a prompt."""
+    work = Workload(lengths, [PROMPT] * len(lengths), 99)
+    costs = Costs(step, **NOTHING | costs)
+    return Pipeline(schedule, work, costs, machine, len(lengths[0]), steps).run(number)
 
 
-def test_what_runs_is_prefilled_again_where_weights_go_in():
-    step = StepCosts(1.0, 0.0, 0.0, prefill=0.25)
-    mean = 4 * (PROMPT + (TOKENS - 1) / 2)  # tokens in the cache in a step
-    seconds = rounds(InFlightUpdates(turns=3), step=step)
-    assert seconds[1] == pytest.approx(8 + 0.25 * 4 * PROMPT + 0.25 * mean)
-    seconds = rounds(InFlightUpdates(turns=3, cache="keep"), step=step)
-    assert seconds[1] == pytest.approx(8 + 0.25 * 4 * PROMPT)
-
-
-def test_no_weights_go_into_a_rollout_that_is_over():
-    assert rounds(InFlightUpdates(turns=8), update=2.0, sync=1.0)[1:] == [8 + 1] * 3
+def made(*callbacks):
+    sizes = {"prompts_per_round": 2, "num_generations": 2, "max_completion_length": 99}
+    return make_schedule([*callbacks], facts_of(sizes))
 
 
 @pytest.mark.parametrize(
@@ -64,57 +38,93 @@ def test_no_weights_go_into_a_rollout_that_is_over():
 )
 def test_both_are_slower_while_both_work(measured, given, expected):
     """At a slowdown of 2 nothing is gained: 8 and 5 seconds one after the other."""
-    callback = AheadRollout(correction="importance")
-    seconds = rounds(callback, update=5.0, given=given, slowdown=measured)
-    assert seconds[1:] == [expected] * 3
+    schedule = made(InFlightUpdates(max_staleness=1, prompts_in_flight=2))
+    machine = Machine(8, slowdown=given)
+    found = outcome(schedule, [[8, 8]], 4, machine, update=5.0, slowdown=measured, sync=1.0)
+    assert [each.seconds for each in found.rounds[1:]] == [expected + 1] * 3
+    assert found.rounds[0].seconds == expected + 8 + 1  # with the first rollout
+    assert [each.stale_tokens for each in found.rounds] == [0, 32, 32, 32]
 
 
-def test_what_has_no_advantage_is_verified_by_a_pass_of_its_own():
-    """Drafts of 8 steps beside the passes over a quarter of the positions, and the update."""
-    positions = 4 * (PROMPT + TOKENS)
-    work = {"verify": 0.25, "trained_share": 0.75, "update": 1.0, "position": 0.0}
-    seconds = rounds(AheadRollout(), **work)
-    assert seconds[1:] == [max(8, positions / 4 * 0.25 + 1)] * 3
-    seconds = rounds(AheadRollout(), **work | {"verify": 1.0})
-    assert seconds[1:] == [positions / 4 + 1] * 3
+@pytest.mark.parametrize(("steps", "updates"), [(1, 5.0), (3, 15.0)])
+def test_an_update_has_its_optimizer_steps(steps, updates):
+    found = outcome(Schedule(FullRound(2)), [[8, 8]], 2, steps=steps, update=5.0)
+    assert [each.seconds for each in found.rounds] == [8 + updates] * 2
+    assert found.stale_share == 0
 
 
-@pytest.mark.parametrize(("trained_share", "passes"), [(1.0, 5), (0.0, 2), (0.5, 3.5)])
-def test_what_a_draft_that_is_cut_costs(trained_share, passes):
-    """The table of the documentation: 5 forward passes more than an update, or 2."""
-    shares = {"trained_share": trained_share, "verify": 1.0, "position": 3.0}
-    seconds = rounds(AheadRollout(), accepted=0.0, **shares)
-    assert seconds[1] == pytest.approx((passes + 3 * trained_share) * 4 * (PROMPT + TOKENS))
+def test_gradients_are_computed_once_places_are_certain():
+    """Prompts end in steps 2, 4 and 9. It is known in the step of the next one that the first is
+    certain, and so the second is when the rollout is over."""
+    schedule = made(StreamedTraining())
+    schedule.rule = FullRound(3)
+    found = outcome(schedule, [[2, 2], [4, 4], [9, 9]], 1, position=1 / 8)
+    first, *others = (2 * (PROMPT + n) / 8 for n in (2, 4, 9))
+    assert found.rounds[0].seconds == pytest.approx(9 + first + sum(others) - min(9 - 4, first))
 
 
-def test_nothing_is_beside_where_the_loop_decides_between_steps():
-    """With lengths that are predicted and fewer slots than completions the engine waits."""
-    both = [AheadRollout(), LengthPrediction(), MicroGroupSampling(slots=2)]
-    passes, work = 2 * 4 * (PROMPT + TOKENS), {"verify": 1.0, "update": 100.0}
-    assert rounds(*both, accepted=0.0, **work)[1] >= passes + 100
-    assert rounds(*both, accepted=1.0, **work)[1] < passes + 100  # then none waits for a slot
+class Verified(FirstReadyRound):
+    """What is not ready is a draft for the next round."""
+
+    def __init__(self, update_prompts, prompts):
+        super().__init__(update_prompts, prompts)
+        self.max_staleness, self.verifies_from = None, 1
 
 
-def test_each_optimizer_step_has_weights_that_go_in():
-    sizes = {"steps_per_round": 2}
-    seconds = rounds(InFlightUpdates(turns=3), sizes=sizes, update=1.0, sync=1.0)
-    assert seconds[1:] == [3 + 1 + 3 + 1 + 2 + 1] * 3
-    free = rounds(InFlightUpdates(turns=3, pace="free"), sizes=sizes, update=4.0, sync=1.0)
-    assert free[1:] == [2 * 1 + 8 + 1] * 3  # nobody waits
+@pytest.mark.parametrize(
+    ("accepted", "kept", "passes"), [(1.0, 3, 1), (0.0, None, 2), ((0.0, 1.0), None, 2)]
+)
+def test_what_a_draft_costs(accepted, kept, passes):
+    """Two prompts of one completion; the second has 3 of 7 tokens when the first is ready.
+
+    A draft that is cut is read by the policy that drew it, too.
+    """
+    lengths = [[3], [7], [9], [9]]
+    machine = Machine(8, accepted=accepted)
+    first, second = outcome(Schedule(Verified(1, 2)), lengths, 2, machine, verify=1.0).rounds
+    assert first.seconds == first.decode_steps == 3 and first.around == 0
+    assert second.around == passes * (PROMPT + 3)
+    if kept is not None:
+        assert second.decode_steps == 7 - kept
+    else:
+        assert 4 < second.decode_steps <= 7
+    assert second.stale_tokens == 0 and second.trained_tokens == 7
 
 
-def test_the_log_has_each_time_in_a_slot():
-    engines = Engines(1, 2, UNIT)
-    log = engines.log = []
-    engines.start_round()
-    engines.submit(
-        [Item(name, name, 5, 0, n, float(n), 9) for name, n in zip("abc", (3, 1, 4), strict=True)]
-    )
-    while engines.step():
-        pass
-    (spans,) = log
-    assert [(item.id, start, end) for item, start, end in spans] == [
-        ("b", 0, 1),
-        ("a", 0, 3),
-        ("c", 1, 5),
-    ]
+def test_each_policy_that_drew_a_draft_reads_it_if_it_is_cut():
+    """A prompt of 99 tokens goes on for two rounds; verified from an age of two on."""
+    rule = Verified(1, 2)
+    rule.verifies_from = 2
+    machine = Machine(8, accepted=0.0)
+    found = outcome(Schedule(rule), [[99], [3], [4], [5], [6]], 3, machine, verify=1.0)
+    assert [each.around for each in found.rounds] == [0, 0, (1 + 2) * (PROMPT + 3 + 4)]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "shares"),
+    [(0.9, (1, 0.9, 0.81, 0.9**3)), ((0.9, 0.7), (1, 0.9, 0.7, 0.7**1.5)), (1.0, (1, 1, 1, 1))],
+)
+def test_older_drafts_are_accepted_less_often(accepted, shares):
+    machine = Machine(accepted=accepted)
+    assert [machine.accepts(age) for age in range(4)] == pytest.approx(shares)
+
+
+def test_prompts_of_siblings_are_in_the_cache():
+    """Of four prompts of 10 tokens two are spared, for the share that is cached."""
+    step = StepCosts(0.0, 0.0, 0.0, prefill=1.0, cached=0.75)
+    found = outcome(Schedule(FullRound(2)), [[8, 8]], 1, step=step)
+    assert found.rounds[0].seconds == (2 + 2 * 0.25) * PROMPT
+
+
+def test_several_engines_share_slots_and_wait_for_each_other():
+    """Prompts of 4, 6 and 2 steps on two engines of one slot: one engine has two of them."""
+    found = outcome(Schedule(FullRound(3)), [[4], [6], [2]], 1, Machine(2, 2))
+    assert found.rounds[0].decode_steps == found.rounds[0].seconds == 6
+    assert found.rounds[0].slot_steps == 12 and found.rounds[0].idle_slot_steps == 0
+
+
+def test_scores_are_awaited():
+    """Four completions end together, and two workers take 3 seconds for each."""
+    costs = {"reward": (3.0,), "reward_workers": 2}
+    found = outcome(Schedule(FullRound(2)), [[8, 8]], 1, **costs)
+    assert found.rounds[0].seconds == 8 + 2 * 3

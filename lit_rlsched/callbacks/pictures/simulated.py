@@ -18,12 +18,7 @@ PANELS = (
 
 
 def simulated(outcomes: Mapping[str, Outcome], plain: Outcome) -> Figure:
-    """Plot the figures of each schedule, the fastest first.
-
-    Args:
-        outcomes: Simulated schedules by name.
-        plain: The schedule without a callback, which is marked by a line.
-    """
+    """Plot the figures of each schedule, the fastest first."""
     shown = sorted(outcomes.items(), key=lambda of: -of[1].seconds)
     names = [name for name, _ in shown]
     with figure_of(15.0, 1.2 + 0.28 * len(shown)) as figure:

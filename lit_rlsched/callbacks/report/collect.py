@@ -20,7 +20,7 @@ from lit_rlsched.callbacks.what_if import (
     missing,
     named,
     own_schedule,
-    what_if,
+    setting_of,
 )
 from lit_rlsched.run.record import ROUND, TIME, RunRecord, read_run
 from lit_rlsched.run.saving.run_folder import full_name_of, read_row
@@ -79,7 +79,8 @@ def run_data(
     schedules: list[list[Any]] = []
     if facts is not None:
         try:
-            rows = what_if(traces, facts)
+            setting = setting_of(traces, ROUNDS)
+            rows = [] if setting is None else setting.ours(facts, most_callbacks=1)
             own = own_schedule(traces, rows)
             took = measured(Newest(traces, ROUNDS))
             schedules = [_schedule(row, named(row, own, took)) for row in first(rows)]

@@ -24,13 +24,7 @@ MOST_BYTES = 10_000_000
 
 
 def write_page(path: Path, runs: Sequence[dict[str, Any]], made: str) -> None:
-    """Write the page; whoever reads the file meanwhile sees the one before.
-
-    Args:
-        path: File.
-        runs: What `run_data` returns, of each run.
-        made: A sentence about when the report was made.
-    """
+    """Write the page; whoever reads the file meanwhile sees the one before."""
     names = names_of([Path(run["folder"]) for run in runs])
     runs = [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
     data: dict[str, Any] = {"title": f"Report of {', '.join(names)}"}

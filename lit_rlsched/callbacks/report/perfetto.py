@@ -13,12 +13,7 @@ LANES, SLOTS = 1, 2
 
 
 def write_trace(path: str | Path, runs: Sequence[dict[str, Any]]) -> Path:
-    """Write the timelines of runs as trace events, one below the other.
-
-    Args:
-        path: File; with the ending `.gz` it is compressed, and Perfetto reads it so.
-        runs: What `run_data` returns, of each run.
-    """
+    """Write the timelines of runs as trace events, one below the other."""
     events = [event for number, run in enumerate(runs) for event in _events(run, 2 * number)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
     data = text.encode()

@@ -50,11 +50,6 @@ def found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str
 
     The folder may have another name than when the state was saved: relative or absolute, through a
     link, moved or copied. With another folder, Lightning would forget the best models.
-
-    Args:
-        state: State of the callback.
-        folder: Its `dirpath` now.
-        checkpoint: The checkpoint that has the state.
     """
     before = Path(str(state.get("dirpath")))
 

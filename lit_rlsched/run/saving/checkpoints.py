@@ -38,10 +38,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     Remote paths (`s3://...`) are left to Lightning's `TorchCheckpointIO`.
 
-    Raises:
-        CheckpointError: in `load_checkpoint`, the file cannot be used as a checkpoint.
-        OSError: in `save_checkpoint`, the file cannot be written.
-
     Example::
 
         Trainer(plugins=[AtomicCheckpointIO()])
@@ -105,17 +101,7 @@ def with_atomic_io(plugins: Any) -> list[Any]:
 def read_checkpoint(
     path: str | Path, verify: bool = True, optimizers: bool = True
 ) -> dict[str, Any]:
-    """Load a checkpoint: a file is memory-mapped and read when used, a folder is read.
-
-    Args:
-        path: Local file, or folder that `FSDP2Strategy` wrote.
-        verify: Whether to check all bytes of a file first, which reads it; else, only those that
-            are not of tensors.
-        optimizers: Whether to read the optimizer states of a folder.
-
-    Raises:
-        CheckpointError: the file or folder cannot be used as a checkpoint.
-    """
+    """Load a checkpoint: a file is memory-mapped and read when used, a folder is read."""
     if is_sharded_checkpoint(path):
         with refusing(path):
             return _checked(read_folder(Path(path), optimizers), path)

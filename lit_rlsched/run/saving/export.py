@@ -98,17 +98,7 @@ def export_state(
     hub: str | None = None,
     model: str | None = None,
 ) -> Path:
-    """Export a loaded checkpoint; replaces the folder `out`. See `export`.
-
-    Args:
-        checkpoint: Contents of the checkpoint.
-        out: Folder to write.
-        source: Checkpoint's file, or another path in the run's folder: for messages and the card.
-        adapter: See `export`.
-        dtype: See `export`.
-        hub: `push_to_hub` of `export`.
-        model: See `export`.
-    """
+    """Export a loaded checkpoint; replaces the folder `out`. See `export`."""
     settings = dict(checkpoint.get("hyper_parameters", {}))
     weights = {
         name.removeprefix("model."): tensor
@@ -177,11 +167,7 @@ def new_folder(out: str) -> Path:
 
 
 def find_checkpoint(ckpt_path: str) -> Path:
-    """Return the file that `ckpt_path` of `export` means.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the file that `ckpt_path` of `export` means."""
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
         raise UsageError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")

@@ -74,16 +74,7 @@ _ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 def config_of(
     keys: Mapping[str, Any], tensors: Collection[str], factors: NDArray[Any] | None
 ) -> Any:
-    """Return the configuration for `AutoModelForCausalLM`.
-
-    Args:
-        keys: The file's metadata.
-        tensors: Names of its tensors.
-        factors: The tensor `FACTORS`, if it has one.
-
-    Raises:
-        UsageError: a key would not be used, or one is missing; the message names it.
-    """
+    """Return the configuration for `AutoModelForCausalLM`."""
     architecture = keys.get("general.architecture")
     if architecture not in _MODELS:
         known = ", ".join(_MODELS)

@@ -37,15 +37,6 @@ def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool)
 
     That is the name it was loaded from, or `folder`, to which it is saved if it was changed since
     or if it has an adapter.
-
-    Args:
-        given: A `PreTrainedModel` or a `PeftModel`.
-        folder: Where to save it; replaced.
-        several: Whether several processes train, which cannot agree on an object.
-        gets_adapter: Whether a new adapter is added, so that other weights may be frozen.
-
-    Raises:
-        UsageError: what would be trained is not the given object.
     """
     base = base_model(given) if isinstance(given, nn.Module) else None
     if not isinstance(base, PreTrainedModel):
@@ -75,11 +66,7 @@ def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool)
 
 
 def tokenizer_folder(given: Any, folder: Path, *, several: bool) -> str:
-    """Return the name or folder of a tokenizer that equals a given one; see `model_folder`.
-
-    Raises:
-        UsageError: another one would be used than the given object.
-    """
+    """Return the name or folder of a tokenizer that equals a given one; see `model_folder`."""
 
     def difference(at: str) -> str | None:
         inner = getattr(given, "tokenizer", given)  # of a processor

@@ -47,17 +47,7 @@ def model_card(
     served: torch.dtype,
     name: str,
 ) -> ModelCard:
-    """Return the card: how to use the model, and how it was trained.
-
-    Args:
-        checkpoint: Contents of the checkpoint.
-        base: Folder or hub name of the base model.
-        source: File of the checkpoint, or another path in the run's folder.
-        adapter: Whether the folder holds adapters for the base.
-        dtype: Of the weights in the folder.
-        served: Of the whole model when it is served. vLLM must be told to compute in float32.
-        name: Folder or repository of the model.
-    """
+    """Return the card: how to use the model, and how it was trained."""
     settings, run = checkpoint["hyper_parameters"], folder_with(source)
     module = _module(checkpoint)
     method = module.removesuffix("Module")

@@ -21,17 +21,7 @@ def describe(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 def adopt(
     optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
 ) -> dict[str, Any]:
-    """Group the weights as a checkpoint does; return its state for the weights that are there.
-
-    Args:
-        optimizer: Changed; gets the checkpoint's settings when it loads the result.
-        state: Optimizer state of the checkpoint, with numbers or names of weights.
-        about: What `describe` returned then, or nothing.
-        module: Module whose weights it optimizes.
-
-    Raises:
-        UsageError: it is the state of another optimizer.
-    """
+    """Group the weights as a checkpoint does; return its state for the weights that are there."""
     ours, groups = _names(optimizer, module), state["param_groups"]
     if about.get("class", type(optimizer).__name__) != type(optimizer).__name__:
         raise UsageError(

@@ -16,12 +16,7 @@ from lit_rlsched.types import stable_hash
 
 
 def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
-    """Return fingerprints of a model as it was loaded, the same in all precisions but float16.
-
-    Args:
-        model: A transformers model, or an adapter on one.
-        reference: `reference_model` of the module.
-    """
+    """Return fingerprints of a model as it was loaded, the same in all precisions but float16."""
     named = base_model(model).state_dict().items()
     adapters = {name: tensor for name, tensor in named if "lora_" in name}
     weights = {n.replace(".base_layer.", "."): t for n, t in named if n not in adapters}
@@ -38,17 +33,7 @@ def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
 def check_same_origin(
     saved: Mapping[str, Any], ours: Mapping[str, Any], settings: Mapping[str, Any], trains: bool
 ) -> bool:
-    """Refuse another base of the adapters, and in training another reference model.
-
-    Args:
-        saved: `origin` of the checkpoint; earlier versions wrote none.
-        ours: `origin` of this run.
-        settings: Settings of the module.
-        trains: Whether the run trains.
-
-    Returns:
-        Whether the origin of the checkpoint is that of the run from now on.
-    """
+    """Refuse another base of the adapters, and in training another reference model."""
     model, beta = settings["model"], settings["beta"]
     needed = {}
     if settings["lora_rank"]:

@@ -109,14 +109,7 @@ def check_drawn(
     reward_funcs: Sequence[str],
     max_completion_length: int,
 ) -> None:
-    """Refuse a run that would score or cut the completions of the checkpoint in another way.
-
-    Args:
-        packed: Pool and round of the checkpoint, as `rollout.packing.pack` writes them.
-        saved_funcs: Names of the reward functions that scored them, where the checkpoint has them.
-        reward_funcs: Names of this run's reward functions.
-        max_completion_length: This run's limit.
-    """
+    """Refuse a run that would score or cut the completions of the checkpoint in another way."""
     longest = max((group[4] for part in packed for group in part["groups"]), default=0)
     if longest > max_completion_length:
         raise UsageError(

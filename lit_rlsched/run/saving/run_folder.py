@@ -97,12 +97,7 @@ def folder_with(checkpoint: Path) -> Path | None:
 
 
 def occupy(folder: Path) -> None:
-    """Lock a folder until this process ends or calls `leave`. A second call does nothing.
-
-    Raises:
-        FolderInUse: another process uses the folder.
-        RuntimeError: the system is Windows.
-    """
+    """Lock a folder until this process ends or calls `leave`. A second call does nothing."""
     require_posix("The lock of a run's folder")
     import fcntl  # does not exist on Windows
 
@@ -176,10 +171,6 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     """Return the newest readable checkpoint in these folders.
 
     A warning names newer files that cannot be read and the rounds that are lost with them.
-
-    Args:
-        folders: Folders whose checkpoints count, with their subfolders.
-        resumable: Whether a run must be able to resume from it. Otherwise its weights suffice.
     """
     order: dict[Path, tuple[float, ...]] = {}
     broken: dict[Path, CheckpointError] = {}
@@ -265,11 +256,7 @@ def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) 
 
 
 def read_row(line: bytes) -> tuple[int, dict[str, Any]]:
-    """Return the round and the columns of a line of `completions.jsonl`.
-
-    Raises:
-        ValueError: the line is no such row.
-    """
+    """Return the round and the columns of a line of `completions.jsonl`."""
     try:
         row = json.loads(line)
         number = int(row["round"])

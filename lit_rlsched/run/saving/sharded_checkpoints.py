@@ -73,11 +73,7 @@ def is_sharded_checkpoint(path: str | Path) -> bool:
 
 
 def inspect_folder(path: Path) -> dict[str, Any]:
-    """Read a folder without its tensors: weights are on the meta device, optimizers are empty.
-
-    Raises:
-        RuntimeError: a file is missing or cut off.
-    """
+    """Read a folder without its tensors: weights are on the meta device, optimizers are empty."""
     metadata: Any = _Reader(path).read_metadata()
     for stored in metadata.storage_data.values():
         file = path / stored.relative_path
@@ -98,11 +94,7 @@ def inspect_folder(path: Path) -> dict[str, Any]:
 
 
 def read_folder(path: Path, optimizers: bool) -> dict[str, Any]:
-    """Read a folder as the checkpoint that a single file would be, with whole tensors.
-
-    Raises:
-        RuntimeError: a file is missing or damaged.
-    """
+    """Read a folder as the checkpoint that a single file would be, with whole tensors."""
     checkpoint = inspect_folder(path)
     names = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
     tensors = _load(path, {"state_dict", *(names if optimizers else ())})
@@ -126,20 +118,12 @@ def _load(path: Path, keys: set[str]) -> dict[str, Any]:
 
 
 def load_groups(path: Path, name: str) -> dict[str, Any]:
-    """Load an optimizer's parameter groups, with the names of their weights, but no state.
-
-    Raises:
-        RuntimeError: a file is missing or damaged.
-    """
+    """Load an optimizer's parameter groups, with the names of their weights, but no state."""
     return {"state": {}, **_load(path, {f"{name}.param_groups"})[name]}
 
 
 def load_parts(path: Path, name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """Load this rank's parts of the tensors into a state of the same form; return it.
-
-    Raises:
-        RuntimeError: a file is missing or damaged.
-    """
+    """Load this rank's parts of the tensors into a state of the same form; return it."""
     found = {name: state}
     with plain_errors():
         load(found, storage_reader=_Reader(path), planner=_Planner())

@@ -28,13 +28,7 @@ FACTS = "facts"
 
 
 class RunTraces:
-    """Writes the traces of a run.
-
-    Args:
-        run: The run.
-        folder: Folder of the traces.
-        switches: The callbacks that set its schedule.
-    """
+    """Writes the traces of a run."""
 
     def __init__(self, run: TrainingRun, folder: Path, switches: Sequence[Switch] = ()) -> None:
         self._run = run
@@ -94,16 +88,7 @@ SAME = (
 
 
 def warn_of_another_run(run: TrainingRun, folder: str, who: str) -> None:
-    """Warn if a run cannot repeat another one, as their settings differ.
-
-    Args:
-        run: The run.
-        folder: Folder of the run to repeat.
-        who: The callback, for the message.
-
-    Raises:
-        UsageError: the folder has no traces.
-    """
+    """Warn if a run cannot repeat another one, as their settings differ."""
     theirs, ours = Traces(folder).about, about_run(run)
     different = [name for name in SAME if name in theirs and theirs[name] != ours[name]]
     if different:

@@ -1,1 +1,0 @@
-"""Which callbacks go together, and what they buy: `python -m benchmarks run matrix`."""
