@@ -67,6 +67,11 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.fidelity.main",
     ),
+    "twin": Benchmark(
+        "schedules at GPU-like costs of 1.5B and 7B parameters; acceptance of drafts by age",
+        5,
+        "engine, its seconds, lengths, acceptance",
+    ),
     "steps": Benchmark(
         "decode steps of each schedule on recorded completions, and the lower bound",
         18,
