@@ -78,8 +78,7 @@ def simulate(
     number = 4 * (rounds + WARM_UP) * prompts
     work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
     position = POSITION[model]
-    seconds = {"update": 0.05, "position": position, "verify": position / 3, "sync": 0.3}
-    costs = Costs(STEPS[model], **seconds, other=0.1)
+    costs = Costs(STEPS[model], 0.05, position, verify=position / 3, sync=0.3, other=0.1)
     machine = Machine(about["slots"], about["engines"], 2.0 if shared else 1.0, 0.5, accepted)
     setting, facts = Setting(about, work, costs, machine, rounds), beside(facts_of(about))
     yield "plain", setting.outcome(make_schedule([], facts))
@@ -116,8 +115,8 @@ def measure(rounds: int) -> dict[int, list[tuple[int, float, float]]]:
                 prompts, completions = self.rounds[-age]
                 rows = PolicyReader(pl_module.model).logprobs(prompts, completions, 1.0)
                 for completion, logp in zip(completions, rows, strict=True):
-                    drawn = logp.new_tensor(completion.logprobs)
-                    kept = prefix_weights(logp, drawn)[1:].exp()
+                    old = logp.new_tensor(completion.logprobs)
+                    kept = prefix_weights(logp, old)[1:].exp()
                     found[age].append((len(kept), float(kept.sum()), float(kept[-1])))
             drawn = [(s.group.prompt, s.completion.copy()) for s in round.samples]
             self.rounds.append(([p for p, _ in drawn], [c for _, c in drawn]))
@@ -149,14 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = results.parse(parser, arguments)
     if options.measure:
         print(f"| rounds later | tokens | whole | completions | length |\n|{'---|' * 5}")
-        for age, of in measure(options.measure).items():
-            tokens = sum(length for length, *_ in of)
-            share, whole = (
-                sum(kept for _, kept, _ in of) / tokens,
-                fmean(of_all for *_, of_all in of),
-            )
-            results.add(age, {"tokens": share, "whole": whole, "completions": len(of)})
-            print(f"| {age} | {share:.1%} | {whole:.1%} | {len(of)} | {tokens / len(of):.0f} |")
+        for age, drafts in measure(options.measure).items():
+            tokens = sum(length for length, *_ in drafts)
+            share = sum(kept for _, kept, _ in drafts) / tokens
+            whole, number = fmean(chance for *_, chance in drafts), len(drafts)
+            results.add(age, {"tokens": share, "whole": whole, "completions": number})
+            print(f"| {age} | {share:.1%} | {whole:.1%} | {number} | {tokens / number:.0f} |")
         return
     names = "x | seconds | steps | idle | discarded | stale | length | cache"
     for model in options.models:
