@@ -15,7 +15,7 @@ export WANDB_SILENT ?= true
 # Build of vLLM: `cuda` for an NVIDIA GPU with a new enough driver, `cpu` for any other Linux machine,
 # `none` elsewhere.
 ifndef BUILD
-BUILD  := $(shell $(PYTHON) -I lit_rlsched/engines/gpu_setup.py)
+BUILD  := $(shell $(PYTHON) -I lit_rlsched/engines/devices.py)
 endif
 XDIST  := -n logical --maxprocesses 4 --dist worksteal
 # Slow tests often wait, and the longest come first. A group shares one start of vLLM's workers.
@@ -63,8 +63,9 @@ docs: install  ## Build the documentation into docs/_build; a warning is an erro
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 	@echo "Open docs/_build/index.html"
 
-gpu-check: install  ## Run the checks of docs/howto/gpu.md on an NVIDIA GPU (half an hour); DEVICE=cpu tries them without one
-	$(BIN)/python -m benchmarks run gpu-check --device $(DEVICE) $(if $(ONLY),--only $(ONLY)) $(if $(MODEL),--model $(MODEL))
+gpu-check: install  ## Run tests/gpu on an NVIDIA GPU, output in tests/gpu/on_cuda.txt; DEVICE=cpu tries them without one
+	GPU_CHECK=$(DEVICE) $(BIN)/pytest -n 1 -m gpu -rPs tests/gpu > tests/gpu/on_$(DEVICE).txt; status=$$?; \
+	cat tests/gpu/on_$(DEVICE).txt; exit $$status
 
 lint: install  ## Check style with ruff
 	$(BIN)/ruff check .

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import bubbles, lm_head, results, steps, tails
-from benchmarks.replay import replay
+from benchmarks import lm_head, results
+from benchmarks.replay import Schedule, replayed_rounds
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.trace import RolloutTrace
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 RECORDED = Path(__file__).with_name("counts.json")
@@ -87,33 +88,43 @@ def drawn_rounds(
     return [[group(f"{r}.{p}") for p in range(prompts)] for r in range(rounds)]
 
 
+SCHEDULES = {
+    "naive rounds (micro groups)": Schedule(refill="rounds"),
+    "sorted rounds, lengths known": Schedule("rounds", "longest_first", Oracle),
+    "continuous, fifo": Schedule(),
+    "continuous, shortest first, lengths known": Schedule("continuous", "shortest_first", Oracle),
+    "continuous, longest first, lengths known": Schedule("continuous", "longest_first", Oracle),
+    "continuous, planned, lengths known": Schedule("continuous", "planned", Oracle),
+    "continuous, longest first, lengths learned, 16-token probe": Schedule(
+        "continuous", "longest_first", lambda lengths: TokenConditioned(), 16
+    ),
+}
+
+
 def schedules() -> dict[str, Count]:
     """Count decode steps and slot-steps on the simulated engine."""
     found: dict[str, Count] = {}
 
-    def add(name: str, decode_steps: int, slot_steps: int) -> None:
-        found[f"{name}: decode steps"] = Count(decode_steps)
-        found[f"{name}: slot-steps"] = Count(slot_steps)
-
-    def add_traces(name: str, traces: Sequence[RolloutTrace]) -> None:
-        add(name, sum(t.decode_steps for t in traces), sum(t.slot_steps for t in traces))
+    def add(name: str, rounds: list[list[Group]], *settings: Any) -> None:
+        traces = [drawn.trace for drawn in replayed_rounds(rounds, *settings)]
+        found[f"{name}: decode steps"] = Count(sum(t.decode_steps for t in traces))
+        found[f"{name}: slot-steps"] = Count(sum(t.slot_steps for t in traces))
 
     rounds = drawn_rounds(rounds=6, prompts=16, generations=8)
-    for schedule in (*steps.SCHEDULES, steps.learned("longest_first", 16)):
-        add_traces(f"16 slots, {schedule.name}", replay(rounds, schedule, 16).traces)
-    pool = [len(c.token_ids) for groups in rounds for g in groups for c in g.completions][:512]
+    for name, schedule in SCHEDULES.items():
+        add(f"16 slots, {name}", rounds, schedule, 16)
+    drawn = [(g, c) for groups in rounds for g in groups for c in g.completions][:512]
+    pool = [
+        Group(f"{i}", Prompt(f"{i}", "", (1,)), Sampling(512), [Completion(0, c.token_ids)])
+        for i, (g, c) in enumerate(drawn)
+    ]
     rules = {
         "plain": FullRound(128),
         "sorted, on-policy": SortedRound(128, 512, 1, "completion", "on_policy"),
         "sorted, partial": SortedRound(128, 512, 1, "completion", "partial"),
     }
     for name, rule in rules.items():
-        add_traces(f"pool of 512, {name}", bubbles.decode([[n] for n in pool], rule, 64).rounds)
-    for name, tail in tails.methods(16).items():
-        if name in ("synchronous", "prompts race", "prompts race, drafts") or "1.5, l" in name:
-            drawn = tails.rounds(tail, 0.5, 16 * tails.GENERATIONS, 6)  # the fifth round is long
-            counts = sum(d.steps for d in drawn), sum(d.slot_steps for d in drawn)
-            add(f"tail batching, {name}", *counts)
+        add(f"pool of 512, {name}", [pool], Schedule(), 64, rule)
     return found
 
 

@@ -27,7 +27,6 @@ PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
 SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
 SINGLE = ("--model.advantage=reinforce++",)
 GROUPS_OF_4 = ("--data.prompts_per_round=64", "--data.num_generations=4")
-TURNS = "--trainer.callbacks.order=least_attained"
 TRAINER = "--model.old_logprobs=trainer"
 UNCORRECTED = (TRAINER, "--model.importance_sampling_mode=null")
 TRUNCATED = (TRAINER, "--model.importance_sampling_mode=token_truncate")
@@ -54,7 +53,6 @@ VARIANTS = {
     ),
     "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
     "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
-    "64_partial": Variant("partial, 64 slots in turns", (*SLOTS_64, TURNS, *PARTIAL)),
     "partial_ratio": Variant("partial (clipped ratio)", PARTIAL),
     "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, *UNCORRECTED)),
     "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, *TRUNCATED)),

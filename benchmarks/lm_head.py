@@ -8,7 +8,7 @@ Precision is `bf16-mixed` with weights in fp32. The first row of each model is p
 autocast casts the head in every chunk, and autograd computes the gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import results
 from lit_rlsched.training import logprobs
 from lit_rlsched.training.lm_head import lm_head
 
@@ -85,22 +84,3 @@ def count(vocabulary: int, hidden: int, trained: bool, chunk: int, plain: bool =
             logp, _ = logprobs._score_in_chunks(score, states, targets, chunk // (4 * vocabulary))
             logp.sum().backward()
     return Counts(counted.kernels, counted.bytes)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table."""
-    results.parse(results.parser("lm_head", __doc__), arguments)
-    print(f"{POSITIONS:,} positions, bf16-mixed\n")
-    print("| | chunk | chunks | kernels | GB read and written |\n|---|---|---|---|---|")
-    for name, (vocabulary, hidden, trained) in SHAPES.items():
-        for plain, chunk in ((True, 1 << 26), *((False, 1 << n) for n in (26, 28, 30))):
-            kernels, moved = count(vocabulary, hidden, trained, chunk, plain)
-            chunks = -(-POSITIONS // (chunk // (4 * vocabulary)))
-            row = f"{name}{', PyTorch alone' if plain else ''} | {chunk >> 20} MiB | {chunks}"
-            print(f"| {row} | {kernels:,} | {moved / 1e9:,.0f} |")
-            case = f"{name}{', PyTorch alone' if plain else ''}, {chunk >> 20} MiB"
-            results.add(case, {"chunks": chunks, "kernels": kernels, "bytes": moved})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A picture: the same completions under four schedules, slot by slot.
+"""The picture of the README: the same completions under four schedules, slot by slot.
 
     python -m benchmarks run picture
 
@@ -10,14 +10,14 @@ knows the lengths beforehand.
 from collections.abc import Callable, Sequence
 from itertools import accumulate, cycle
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.bubbles import draw_lengths
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     parser.add_argument("--out", default="docs/images/schedules.png", help="file to write")
     options = results.parse(parser, arguments)
-    lengths = draw_lengths(options.seed, 150, 1.0)[: UPDATE * UPDATES]
-    lengths = [min(length, LIMIT) for length in lengths]
+    drawn = np.random.default_rng(options.seed).lognormal(np.log(150), 1.0, UPDATE * UPDATES)
+    lengths = np.ceil(drawn).clip(max=LIMIT).astype(int).tolist()
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, (title, rule, longest_first) in zip(
         figure.subplots(len(PANELS), sharex=True), PANELS, strict=True

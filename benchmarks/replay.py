@@ -6,54 +6,22 @@ from dataclasses import dataclass
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission, Order, Refill
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import LengthPredictor
-from lit_rlsched.scheduling.planning import lower_bound
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
 from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
-from lit_rlsched.scheduling.speculation import Drafting
-from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
 from lit_rlsched.types import Group, Sample
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One row of the comparison."""
+    """How completions are admitted."""
 
-    name: str
     refill: Refill = "continuous"
     order: Order = "fifo"
     predictor: Callable[[dict[str, int]], LengthPredictor] | None = None
     """Makes the predictor of a replay from the true lengths, which only `Oracle` uses."""
     probe_tokens: int = 0
-    drafting: Drafting | None = None
-
-
-@dataclass
-class Replayed:
-    """Result of a replay."""
-
-    decode_steps: int
-    traces: list[RolloutTrace]
-    metrics: list[dict[str, float]]
-    """Metrics of the predictor in each round."""
-
-
-def least_steps(rounds: Sequence[Sequence[Group]], slots: int) -> int:
-    """Lower bound of the decode steps of any schedule, over all rounds."""
-    lengths = ([len(c.token_ids) for g in groups for c in g.completions] for groups in rounds)
-    return sum(int(lower_bound(of_round, slots)) for of_round in lengths)
-
-
-def replay(rounds: Sequence[Sequence[Group]], schedule: Schedule, slots: int) -> Replayed:
-    """Draw the completions of recorded rounds again under a schedule; see `replayed_rounds`."""
-    replayed = Replayed(0, [], [])
-    for drawn in replayed_rounds(rounds, schedule, slots):
-        replayed.traces.append(drawn.trace)
-        replayed.decode_steps += drawn.trace.decode_steps
-        replayed.metrics.append(drawn.metrics if schedule.predictor is not None else {})
-    return replayed
 
 
 def replayed_rounds(
@@ -84,7 +52,6 @@ def replayed_rounds(
         lambda: Admission(slots, schedule.refill, schedule.order),
         lengths,
         schedule.probe_tokens,
-        schedule.drafting,
     )
     return simulated_rounds(
         session,

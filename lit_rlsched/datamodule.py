@@ -20,11 +20,10 @@ from lit_rlsched.run import checks
 from lit_rlsched.run.interrupts import is_requeued, requeue
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.run_config import logged_settings
+from lit_rlsched.run.run_config import logged_settings, prepare_runs, run_ids, warn_of_new_runs
 from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
-from lit_rlsched.run.wandb_runs import prepare_runs, run_ids, warn_of_new_runs
 from lit_rlsched.settings import KnownArguments, arguments_checked
 from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings, ToolSettings
 from lit_rlsched.types import Sampling

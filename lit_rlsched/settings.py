@@ -270,9 +270,9 @@ ENDS = ("add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that decide how a prompt ends."""
 
 
-def check_template_kwargs(given: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
+def check_template_kwargs(given: Mapping[str, Any]) -> None:
     """Refuse `chat_template_kwargs` that are not for a chat template, or contradict each other."""
-    if wrong := [name for name in (*_NOT_FOR_TEMPLATES, *besides) if name in given]:
+    if wrong := [name for name in _NOT_FOR_TEMPLATES if name in given]:
         raise UsageError(
             f"`chat_template_kwargs` has `{wrong[0]}`, which is set already: prompts become token "
             "ids, which are neither cut nor padded. Leave it out."

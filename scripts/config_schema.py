@@ -25,7 +25,6 @@ from lit_rlsched.cli.help import SHARED
 FILE = Path(__file__).parents[1] / "lit_rlsched/lit-rlsched.schema.json"
 PUBLIC = (lit_rlsched, callbacks, engines, rewards, lightning_callbacks, loggers)
 """Packages whose classes a configuration may name without their module, or by `PACKAGE.NAME`."""
-JUDGES = ("lit_rlsched.rewards.JudgeReward", "lit_rlsched.rewards.EngineJudgeReward")
 
 
 class ConfigSchema(ParserJsonschema):
@@ -43,7 +42,7 @@ class ConfigSchema(ParserJsonschema):
 
     def callable_schema(self, typehint: Any, action: Any) -> dict[str, Any]:
         """Accept a function by its import path, or an object that can be called."""
-        return self.objects(JUDGES if action.dest == "reward_funcs" else [], action)
+        return self.objects([], action)
 
     def objects(self, paths: Any, action: Any) -> dict[str, Any]:
         described = [self.class_path_schema(path, action) for path in paths]

@@ -12,12 +12,14 @@ if "LIT_RLSCHED_TEST_CACHE" not in os.environ:  # workers and child processes sh
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import cloudpickle
 import forked
@@ -38,7 +40,6 @@ from transformers import (
 from lit_rlsched.engines import ProcessEngine, RayEngine, child
 from lit_rlsched.engines._vllm_guest import import_vllm
 from lit_rlsched.processes import ChildProcess
-from lit_rlsched.scheduling import speculation
 
 pytest_plugins = ["vllm_build", "logged_metrics", "pytester"]
 torch.set_num_threads(1)
@@ -164,14 +165,6 @@ def load_policy(folder: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def all_guesses() -> Iterator[None]:
-    """Engines that start in this process also verify guesses that are mostly wrong."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "POSITION_COST", {"cpu": 0.0})
-        yield
-
-
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the processes of a split model; each imports torch and vLLM else."""
@@ -185,22 +178,18 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def ray_cluster() -> Iterator[None]:
     """A Ray cluster on this node, in which nothing is left at the end."""
     ray = pytest.importorskip("ray")
-    from lit_rlsched.engines import _ray_cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "local")
-        _ray_cluster.connect(cpus=4, timeout=60)
-        assert _ray_cluster._own is not None
-        folder, _ = _ray_cluster._own
+    handler = signal.getsignal(signal.SIGTERM)
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # sockets need a short path
+        ray.init("local", num_cpus=4, include_dashboard=False, _temp_dir=folder)
+        signal.signal(signal.SIGTERM, handler)
         yield
-    left, end = [{"state": "unknown"}], time.monotonic() + 60
-    while left and time.monotonic() < end:  # an actor gives its group back later
-        time.sleep(0.1)
-        groups = ray.util.placement_group_table().values()
-        left = [group for group in groups if group["state"] != "REMOVED"]
-    _ray_cluster.disconnect()
+        left, end = [{"state": "unknown"}], time.monotonic() + 60
+        while left and time.monotonic() < end:  # an actor gives its group back later
+            time.sleep(0.1)
+            groups = ray.util.placement_group_table().values()
+            left = [group for group in groups if group["state"] != "REMOVED"]
+        ray.shutdown()
     assert not left
-    assert not Path(folder).exists()
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from lit_rlsched.engines import VLLMEngine, _vllm_guest, _vllm_receiver, weight_transfer, weights
+from lit_rlsched.engines import VLLMEngine, _vllm_guest, weight_transfer
 from lit_rlsched.engines._vllm_guest import import_vllm
 
 LIMIT = timedelta(seconds=30)
@@ -67,6 +67,14 @@ def play(patch, gpu):
         patch(owner, name, value)
 
 
+@torch.no_grad()
+def perturb(policy):
+    """Change every weight a little."""
+    for parameter in policy.parameters():
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        parameter.add_(0.02 * noise * parameter.abs().mean())
+
+
 def play_trainer(monkeypatch):
     """Play the trainer on GPU-0."""
 
@@ -77,9 +85,12 @@ def play_trainer(monkeypatch):
 
     play(monkeypatch.setattr, "GPU-0")
     monkeypatch.setattr(_vllm_guest, "import_vllm", lambda: None)  # the trainer's part is played
-    opened = lambda address, port, world: Group(address, port, 0, world)  # noqa: E731
-    monkeypatch.setattr(_vllm_receiver, "open_group", opened)
-    monkeypatch.setattr(weights, "handle_of", handle_of)
+
+    def opened(where):
+        return Group(where["master_address"], where["master_port"], 0, where["world_size"])
+
+    monkeypatch.setattr(weight_transfer, "open_group", opened)
+    monkeypatch.setattr(weight_transfer, "handle_of", handle_of)
     monkeypatch.setattr(weight_transfer, "GRACE", 3.0)
 
 

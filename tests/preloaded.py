@@ -11,7 +11,7 @@ from forked import wrap_kernels_once
 
 IMPORTS = [
     "lit_rlsched.cli.main",
-    "lit_rlsched.callbacks.pictures",
+    "lit_rlsched.callbacks.report",
     "pandas",  # pyarrow imports it
     "wandb",
     "transformers.models.gpt2.modeling_gpt2",

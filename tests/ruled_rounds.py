@@ -25,7 +25,6 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 SEED = 1
 ADMISSIONS = {
     "fifo": lambda slots: Admission(slots),
-    "least attained": lambda slots: Admission(slots, order="least_attained"),
     "micro groups": lambda slots: Admission(slots, refill="rounds"),
     "budget": lambda slots: Admission(slots, budget=CacheBudget(tokens=60, lease=4)),
 }

@@ -13,24 +13,17 @@ from pathlib import Path
 import psutil
 
 from lit_rlsched.engines import ProcessEngine
-from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 
 
-class Told(AnswerTimeouts):
+class Watched(ProcessEngine):
     """Knows whether the process hangs: on a busy machine anything may take long."""
 
-    def __init__(self, engine):
-        super().__init__()
-        self.engine = engine
-
-    def limit(self, *kinds, size=0):
-        return 0.5 if self._hangs() else 1e9
-
-    def _hangs(self):
+    def limit(self, starts):
         try:
-            return psutil.Process(self.engine.pid).status() == psutil.STATUS_STOPPED
+            stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:
-            return False
+            stopped = False
+        return 0.5 if stopped else 1e9
 
 
 def struck(base, folder, faults, **settings):
@@ -65,9 +58,7 @@ def struck(base, folder, faults, **settings):
                 if at == self.at and (at[2] == "start" or first(folder, number)):
                     os.kill(os.getpid(), getattr(signal, how))
 
-    engine = ProcessEngine(Struck(**settings))
-    engine._timeouts = Told(engine)
-    return engine
+    return Watched(Struck(**settings))
 
 
 def phase_of(request_id):

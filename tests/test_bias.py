@@ -1,11 +1,9 @@
 """Which schedules have a biased gradient, exactly: by the sums of `benchmarks run bias`."""
 
-import numpy as np
 import pytest
 
 from benchmarks.bias import SCHEDULES, bias, expected, measure, mismatch, policies
 from benchmarks.bias_cases import Cases
-from benchmarks.gradient_bias import biases, cross
 
 MOVING = policies(0.05)
 ALWAYS = [
@@ -64,30 +62,3 @@ def test_every_case_comes_once():
         rest = [case.choose([(0, 0.5), (1, 0.5)]) for _ in range(2 if first == "a" else 0)]
         seen.append((first, *rest, case.probability))
     assert seen == [*(("a", i, j, 0.0625) for i in (0, 1) for j in (0, 1)), ("b", 0.75)]
-
-
-def drawn(mean, n=6, seed=0, noise=1.0):
-    generator = np.random.default_rng(seed)
-    return np.asarray(mean) + noise * generator.normal(size=(n, len(mean)))
-
-
-def test_products_of_different_replicates_have_no_noise_of_their_own():
-    mean = np.array([3.0, 4.0] + 98 * [0.0])
-    assert cross(drawn(mean, noise=0), drawn(mean, noise=0)) == pytest.approx(25)
-    estimates = [cross(x, x) for x in (drawn(mean, seed=i) for i in range(400))]
-    assert np.mean(estimates) == pytest.approx(25, abs=0.5)
-    assert np.mean((drawn(mean, n=400) ** 2).sum(1)) > 100  # with its own noise
-
-
-def test_the_interval_of_a_bias_contains_it():
-    mean = np.zeros(200)
-    mean[0], moved = 5.0, 3.0 * np.eye(200)[1]
-    hits, zeros = 0, 0
-    for seed in range(40):
-        full = drawn(mean, seed=seed, noise=0.3)
-        figures = biases(drawn(mean + moved, seed=100 + seed, noise=0.3), full)
-        hits += abs(figures["squared bias"] - 9 / 25) <= figures["+-"]
-        again = biases(drawn(mean, seed=200 + seed, noise=0.3), full)
-        zeros += abs(again["squared bias"]) <= again["+-"]
-        assert figures["cosine"] == pytest.approx(5 / 34**0.5, abs=0.1)
-    assert hits >= 33 and zeros >= 33

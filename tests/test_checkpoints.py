@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from character_tokenizer import make_tokenizer
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import save as save_parts
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RNGState
@@ -27,15 +25,12 @@ from lit_rlsched.run.saving.checkpoints import (
     CheckpointError,
     inspect_checkpoint,
     read_checkpoint,
+    remove_checkpoint,
+    replace_folder,
 )
-from lit_rlsched.run.saving.resuming import FORMAT, check_format
+from lit_rlsched.run.saving.resuming import FORMAT
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint, replace_folder
 from lit_rlsched.settings import UsageError
-
-OLD = Path(__file__).with_name("checkpoints") / "format_0.ckpt"
-"""Written before formats had numbers, in the middle of the second of `old_settings`' rounds."""
-
 
 PLACES = ("write", "fsync", "replace", "end")
 """Where a writer is killed."""
@@ -402,62 +397,16 @@ def other():
 # Formats.
 
 
-def old_run(folder, reward, **settings):
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **heads, **ends
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    data = RolloutDataModule(
-        [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)],
-        [reward],
-        engine=TransformersEngine(),
-        **{
-            "prompts_per_round": 2,
-            "num_generations": 2,
-            "steps_per_round": 2,
-            "micro_batch_tokens": 64,
-            "max_completion_length": 8,
-            "seed": 3,
-            **settings,
-        },
-    )
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=6,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        callbacks=[RNGState()],
-        plugins=[AtomicCheckpointIO()],
-    )
-    trainer.fit(GRPOModule(str(folder / "model")), datamodule=data, ckpt_path=OLD)
-    return trainer, data
-
-
-def test_a_checkpoint_of_the_first_format_goes_on(tmp_path, other):
-    state = torch.load(OLD)["RolloutDataModule"]
-    assert "format" not in state and state["num_rounds"] == 1 and state["round"] is not None
-    trainer, data = old_run(tmp_path, other)
-    assert trainer.global_step == 6 and data.run.num_rounds == 3
-    assert data.run.counters["num_completions"] == 3 * 4
-
-
-def test_an_unknown_format_is_refused_with_its_version(saved, fit):
+@pytest.mark.parametrize("number", [FORMAT + 1, FORMAT - 1, None])
+def test_another_format_is_refused_with_its_version(saved, fit, number):
     contents = torch.load(saved)
-    assert contents["RolloutDataModule"]["format"] == FORMAT
-    contents["RolloutDataModule"].update(format=99, version="9.8.7")
+    state = contents["RolloutDataModule"]
+    assert state.pop("format") == FORMAT
+    state.update({"version": "9.8.7"} | ({} if number is None else {"format": number}))
     save(contents, saved)
-    with pytest.raises(CheckpointError, match=r"has format 99, written by lit_rlsched 9\.8\.7"):
+    said = rf"has format {number or 0}, written by lit_rlsched 9\.8\.7, and this version reads"
+    with pytest.raises(CheckpointError, match=said):
         fit(ckpt_path=saved)
-    check_format({})
 
 
 # Other settings in the middle of a pool.
@@ -473,23 +422,17 @@ class Keep(Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("version", ["old", "new"])
-def test_what_is_drawn_already_fixes_rewards_and_lengths(version, fit, tmp_path, digits, other):
+def test_what_is_drawn_already_fixes_rewards_and_lengths(fit, tmp_path, digits, other):
     path, small = tmp_path / "middle.ckpt", {"steps_per_round": 2, "num_generations": 2}
     fit(callbacks=[Keep(path)], trainer={"max_steps": 1}, **small)
-    if version == "old":
-        contents = torch.load(path)
-        del contents["RolloutDataModule"]["reward_funcs"]
-        save(contents, path)
     with pytest.raises(UsageError, match=r"`max_completion_length=24`.*`max_completion_length=16`"):
         fit(ckpt_path=path, max_completion_length=16, **small)
     with pytest.raises(
         ValueError, match=r"`reward_funcs=.*this run has `reward_funcs=\['digits', "
     ):
         fit(ckpt_path=path, reward_funcs=[digits, other], **small)
-    if version == "new":
-        with pytest.raises(UsageError, match=r"`reward_funcs=\['digits'\]`.*\['other'\]"):
-            fit(ckpt_path=path, reward_funcs=[other], **small)
+    with pytest.raises(UsageError, match=r"`reward_funcs=\['digits'\]`.*\['other'\]"):
+        fit(ckpt_path=path, reward_funcs=[other], **small)
     trainer, *_ = fit(ckpt_path=path, max_completion_length=30, **small)
     assert trainer.global_step == 4
 

@@ -308,7 +308,7 @@ trainer:
     )
     said = re.sub(r"\s+", " ", out)
     assert (
-        f" output {folder}: config.yaml, checkpoints, completions and pictures, metrics by "
+        f" output {folder}: config.yaml, checkpoints, completions and report, metrics by "
         "CSVLogger and WandbLogger before training: "
     ) in said
     for number in (1, 2):
@@ -316,7 +316,7 @@ trainer:
         assert found, out
     accuracy = r"held-out accuracy [\d.]+ -> [\d.]+ as the mean of 4 samples at temperature 1, "
     accuracy += r"[\d.]+ -> [\d.]+ of greedy decoding"
-    line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); pictures and metrics in \S+"
+    line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); report and metrics in \S+"
     *_, result, following, validate, predict, export, resume = out.splitlines()
     assert re.fullmatch(line, result) and following == "Next:", out
     run = f"-c {folder}/config.yaml --ckpt_path {folder}/checkpoints/"
@@ -325,7 +325,7 @@ trainer:
     assert export.endswith(" --out my-model") and resume.startswith(f"  lit-rlsched fit {run}")
     assert resume.endswith(" --trainer.max_epochs=4")
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
-    for name in ("learning.png", "timeline.png", "lengths.png", "checkpoints/last.ckpt"):
+    for name in ("report.html", "checkpoints/last.ckpt"):
         assert (folder / name).stat().st_size > 1000
     assert len((folder / "completions.jsonl").read_text().splitlines()) == 32
     with (folder / "metrics/version_0/metrics.csv").open() as file:
@@ -334,7 +334,7 @@ trainer:
     assert {"reward", "loss", "rollout/bubble_ratio", "batch/pad_frac"} <= rows[0].keys()
     (wandb,) = (folder / "wandb").glob("offline-run-*")
     assert list(wandb.glob("files/media/table/completions*.json"))
-    assert list(wandb.glob("files/media/images/pictures/learning*.png"))
+    assert list(wandb.glob("files/media/html/report*.html"))
     main(validate.split()[1:])
     assert "val/accuracy" in capsys.readouterr().out
 
@@ -389,7 +389,7 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("callback", "words"),
     [
-        (MicroGroupSampling(memory_budget="2GiB", order="least_attained"), "into a cache of 2.00"),
+        (MicroGroupSampling(memory_budget="2GiB"), "into a cache of 2.00"),
         (MicroGroupSampling(slots=4, refill="rounds"), "at once; all start together"),
         (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
         (SortedBatching(), "are drawn again under the new weights"),

@@ -14,10 +14,9 @@ from jsonargparse import capture_parser
 
 from lit_rlsched import __version__, callbacks, engines
 from lit_rlsched.cli import main as cli
-from lit_rlsched.cli.config_files import KeyTwice, UniqueKeys
 from lit_rlsched.cli.errors import OnlyInFiles
 from lit_rlsched.cli.help import GROUPS
-from lit_rlsched.cli.quick import FLAGS, Check, Unclear, answer
+from lit_rlsched.cli.quick import FLAGS, Check, KeyTwice, Unclear, UniqueKeys, answer
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.settings import RemembersInit, trl_names
 
@@ -191,13 +190,13 @@ def test_a_mistake_is_named(monkeypatch, args: list[str], message: str) -> None:
             "`model=GRPOModul`: there is no such class. Did you mean",
         ),
         (
-            "trainer: {callbacks+: [{class_path: Timelin}]}",
-            "`trainer.callbacks=Timelin`: there is n",
+            "trainer: {callbacks+: [{class_path: RolloutLoger}]}",
+            "`trainer.callbacks=RolloutLoger`: there is n",
         ),
         (
-            "trainer: {callbacks: [Timeline, {class_path: LengthPrediction, init_args: "
-            "{predictor: {class_path: SiblingMax, init_args: {x: 3}}}}]}",
-            "There is no setting `trainer.callbacks.predictor.x` of `SiblingMax`.",
+            "trainer: {callbacks: [RolloutLogger, {class_path: LengthPrediction, init_args: "
+            "{predictor: {class_path: PromptHistory, init_args: {x: 3}}}}]}",
+            "There is no setting `trainer.callbacks.predictor.x` of `PromptHistory`.",
         ),
         ("data: {max_grad_norm: 1}", "TRL's `max_grad_norm` is `model.gradient_clip_val` here."),
     ],

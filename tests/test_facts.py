@@ -24,7 +24,7 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.schedule import RunFacts
 
-OPTIONS = options(8, slots=4)
+OPTIONS = options(8)
 CHOSEN = [*combinations(OPTIONS, 0), *combinations(OPTIONS, 1), *combinations(OPTIONS, 2)]
 
 
@@ -50,7 +50,7 @@ MODULES = [
     lambda: Mine("m"),
     PlainLearner,
 ]
-OTHERS = [callbacks.DynamicSampling(), callbacks.Speculation(), callbacks.ParallelismPlanner()]
+OTHERS = [callbacks.DynamicSampling(), callbacks.ParallelismPlanner()]
 
 
 @st.composite

@@ -13,9 +13,9 @@ from seen_rounds import At, Rounds, vector
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
-    MicroBatchAccumulation,
     RolloutCallback,
 )
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling.streamed_training import Streaming
 
 RLOO = partial(RLOOModule, beta=0.0, learning_rate=1e-3)

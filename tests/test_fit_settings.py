@@ -13,8 +13,8 @@ from seen_rounds import At, Rounds, vector
 from torch.utils.data import DataLoader
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState
-from lit_rlsched.run.trainer import Clock
+from lit_rlsched.callbacks import RNGState
+from lit_rlsched.run.trainer import Clock, MicroBatchAccumulation
 from lit_rlsched.settings import UsageError
 
 TWO_STEPS = {"micro_batch_tokens": 64, "steps_per_round": 2}

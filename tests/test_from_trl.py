@@ -17,7 +17,9 @@ from lit_rlsched.module import PolicyModule
 from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.settings import UsageError, constructor_arguments, trl_names
 
-TEXT = (Path(__file__).parents[1] / "docs/tutorials/from_trl.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs/tutorials/from_trl.md").read_text()
+FILE = ROOT / "lit_rlsched/trl_names.csv"
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code
 DEFAULTS = {f.name: f.default for f in fields(GRPOConfig)}
 THEIRS = {f.name for config in (GRPOConfig, RLOOConfig) for f in fields(config)}
@@ -42,16 +44,12 @@ def names(text: str) -> list[str]:
 
 
 def rows(title: str) -> list[list[str]]:
-    lines = [line for line in table(title).splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
-
-
-def table(title: str) -> str:
-    return PAGE.split(f"<!-- trl: {title} -->\n")[1].split("\n<!-- end -->")[0]
+    """Rows of a heading: TRL's names, ours and a remark."""
+    return trl_names()[title]
 
 
 def listed(*titles: str) -> list[str]:
-    return [name for title in titles for row in rows(title) for name in names(row[0])]
+    return [name for title in titles for row in rows(title) for name in row[0].split(", ")]
 
 
 def settings() -> dict[str, inspect.Parameter]:
@@ -63,28 +61,11 @@ def settings() -> dict[str, inspect.Parameter]:
     }
 
 
-def as_markdown(title: str) -> str:
-    """The table of one heading of the page."""
-    rows = trl_names()[title]
-    code = [
-        [", ".join(f"`{n}`" for n in cell.split(", ") if n) for cell in row[:2]] for row in rows
-    ]
-    table = [
-        [theirs, ours or "no counterpart", row[2]]
-        for (theirs, ours), row in zip(code, rows, strict=True)
-    ]
-    head = "| TRL | here | differs in |\n|---|---|---|"
-    if not any(row[1] for row in rows):
-        table = [[theirs, why] for theirs, _, why in table]
-        head = "| TRL | because |\n|---|---|"
-    return "\n".join(
-        [head, *(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table)]
-    )
-
-
-@pytest.mark.parametrize("title", trl_names())
-def test_the_tables_are_those_of_the_code(title: str) -> None:
-    assert table(title) == as_markdown(title)
+def test_the_page_shows_the_table_of_the_code() -> None:
+    assert ":file: ../../lit_rlsched/trl_names.csv\n" in TEXT
+    assert all(len(row) == 3 for rows in trl_names().values() for row in rows)
+    pages = {ROOT / "docs/tutorials" / to for to in re.findall(r"\]\(([^)#]+)", FILE.read_text())}
+    assert len(pages) > 5 and all(page.is_file() for page in pages)
 
 
 def test_every_name_of_trl_is_on_the_page_once() -> None:
@@ -96,8 +77,9 @@ def test_every_name_of_trl_is_on_the_page_once() -> None:
 
 @pytest.mark.parametrize("name", listed(*trl_names()))
 def test_a_wrong_name_is_answered_with_ours_or_with_why_there_is_none(name: str) -> None:
-    (row,) = (row for title in trl_names() for row in rows(title) if name in names(row[0]))
-    ours = {one.rpartition(".")[2] for one in names(row[1])} if len(row) > 2 else set()
+    every = [row for title in trl_names() for row in rows(title)]
+    (row,) = (row for row in every if name in row[0].split(", "))
+    ours = {one.rpartition(".")[2] for one in row[1].split(", ") if one}
     tried = 0
     for cls, args in MADE.items():
         if name in constructor_arguments(cls)[0]:
@@ -107,7 +89,7 @@ def test_a_wrong_name_is_answered_with_ours_or_with_why_there_is_none(name: str)
             cls(*args, **{name: 1})
         said = str(refused.value)
         assert f"TRL's `{name}` " in said
-        if ours and row[1] != "no counterpart":
+        if ours:
             assert any(re.search(rf"\b{one}\b", said.partition(" is ")[2]) for one in ours), said
         else:
             assert "has no counterpart here: " in said and said.endswith(".")
@@ -167,7 +149,9 @@ def data(reward_funcs: object, **settings: object) -> RolloutDataModule:
 
 
 def test_every_name_of_ours_exists() -> None:
-    ours = [n for title in ("Batches", "Settings") for row in rows(title) for n in names(row[1])]
+    ours = [
+        n for title in ("Batches", "Settings") for row in rows(title) for n in row[1].split(", ")
+    ]
     ours += re.findall(r"`((?:model|data|trainer)\.\w+)`", PAGE)
     assert len(ours) > 50
     assert not {name for name in ours if "." in name} - {*settings()}
@@ -177,10 +161,10 @@ def test_what_is_not_said_to_differ_has_the_default_of_trl() -> None:
     """In rows with one name on each side and nothing in the third column."""
     ours, compared = settings(), []
     for row in rows("Settings"):
-        pairs = list(zip(names(row[0]), names(row[1]), strict=False))
-        if (len(row) > 2 and row[2].strip("| ")) or len(names(row[0])) != len(names(row[1])):
+        theirs_here, ours_here = row[0].split(", "), row[1].split(", ")
+        if row[2] or len(theirs_here) != len(ours_here):
             continue
-        for theirs, name in pairs:
+        for theirs, name in zip(theirs_here, ours_here, strict=True):
             default = DEFAULTS.get(theirs, MISSING)
             if default is not MISSING and theirs != "min_p":  # ours is 0, which is off, too
                 assert ours[name].default == default, theirs
@@ -203,7 +187,7 @@ def test_the_metrics_have_the_names_of_both(fit, tiny_model) -> None:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
 def test_the_losses_exist(loss_type: str) -> None:
-    (row,) = (r for r in rows("Settings") if names(r[0]) == ["loss_type"])
+    (row,) = (r for r in rows("Settings") if r[0] == "loss_type")
     assert loss_type in names(row[2])
     GRPOModule(
         "model", loss_type=loss_type, **({"epsilon_high": 5.0} if loss_type == "cispo" else {})

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched.cli.main import main
 from lit_rlsched.run.saving import gguf as converting
-from lit_rlsched.run.saving.gguf import convert
-from lit_rlsched.run.saving.gguf_config import _llama3, config_of
+from lit_rlsched.run.saving.gguf import _llama3, config_of, convert
 from lit_rlsched.settings import UsageError
 
 TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"

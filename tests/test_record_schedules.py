@@ -18,8 +18,6 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     model = make_model(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
-        pictures = record_schedules.callbacks.RolloutLogger
-        patch.setattr(pictures, "_draw", lambda *_: None, raising=False)
         tiny = record_schedules.Schedule(
             data={"prompts_per_round": 2, "num_generations": 2, "max_completion_length": 6},
             stops=(),

@@ -62,7 +62,7 @@ SCHEDULES = {
         lambda: [InFlightUpdates(turns=6, too_old="verify")], LONG | TWO_STEPS
     ),
     "drain of whole rounds": Schedule(
-        lambda: [DrainFilling(), MicroGroupSampling(slots=4, order="least_attained")],
+        lambda: [DrainFilling(), MicroGroupSampling(slots=4)],
         LONG | {"prompts_per_round": 6},
     ),
     "drain of sorted pools": Schedule(lambda: [SortedBatching(2), DrainFilling()], LONG),
@@ -238,7 +238,6 @@ class Run:
         )
         domain_of = schedule.rule.domain_of if schedule.rule.has_domains else None
         run.rounds.runner.planner.connect(DomainSource(PROMPTS, given.seed, True, domain_of))
-        schedule.lengths.bind(str)
         slots = schedule.slots.slots or 100
         order = schedule.slots.resolved_order(True, schedule.rule.ends_early)
         run.session = RolloutSession(

@@ -15,7 +15,7 @@ import torch
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched.cli.simulate import simulate
 from lit_rlsched.data import tasks
-from lit_rlsched.rewards import EngineJudgeReward, JudgeReward, RewardScheduler
+from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -38,7 +38,6 @@ NEEDED: dict[type, dict[str, Any]] = {
     RolloutDataModule: {"train_data": [{"prompt": "1"}], "reward_funcs": [reward]},
     RewardScheduler: {"reward_funcs": [reward]},
     JudgeReward: {"model": "m", "base_url": "http://here/v1"},
-    EngineJudgeReward: {"model": "m"},
     callbacks.DownSampling: {"keep": 4},
     callbacks.MicroGroupSampling: {"slots": 4},
 }
@@ -139,8 +138,8 @@ def test_a_value_of_another_type_is_refused_by_name(kind, name, value):
 
 SIZES = {"memory_budget", "reward_memory_limit", "memory_limit", "lengths"}
 """Not one number: bytes, which may also be a string such as `4GiB`, and lengths of many kinds."""
-UNNAMED = {EngineJudgeReward, engines.EngineSpec, callbacks.RolloutProgressBar}
-"""Not in the table: the second is no setting, and those of the third are Lightning's."""
+UNNAMED = {engines.EngineSpec, callbacks.RolloutProgressBar}
+"""Not in the table: the first is no setting, and those of the second are Lightning's."""
 
 
 def numbers() -> Iterator[tuple[type, str]]:
@@ -197,13 +196,13 @@ def test_ranges_hold_for_classes_of_ones_own_and_for_those_alone(name):
         def __init__(self, model: str, n: int = 3, **kwargs: Any) -> None:
             super().__init__(model, **kwargs)
 
-    class Timeline(callbacks.RolloutCallback):
+    class RoundCheckpoint(callbacks.RolloutCallback):
         """Has the name of one of ours, and none of its settings."""
 
-        def __init__(self, rounds_in_picture: int) -> None:
+        def __init__(self, keep: int) -> None:
             pass
 
-    Timeline(rounds_in_picture=-1)
+    RoundCheckpoint(keep=-1)
     Own("m", n=-1)
     with pytest.raises(UsageError, match=rf"`Own\({name}=.*-1"):
         Own("m", **{name: (-1.0, 0.9) if name == "betas" else -1})

@@ -36,10 +36,8 @@ LENGTHS = "lognormal:median=20,sigma=1"
 
 
 def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp_path):
-    overlay, picture = tmp_path / "schedule.yaml", tmp_path / "table.png"
-    said = simulate(
-        lengths=LENGTHS, max_completion_length=200, **SMALL, overlay=overlay, picture=picture
-    )
+    overlay = tmp_path / "schedule.yaml"
+    said = simulate(lengths=LENGTHS, max_completion_length=200, **SMALL, overlay=overlay)
     for name in (PLAIN, "SortedBatching(mode='partial')", "StreamedTraining()"):
         assert f"  {name}\n" in said
     assert all(f"  {name}\n" in said for name in PEERS)
@@ -48,7 +46,7 @@ def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp
     first, *names = [each["class_path"] for each in config["trainer"]["callbacks+"]]
     assert first == "MicroGroupSampling"  # with the slots that were simulated
     assert names == [part.partition("(")[0] for part in best.split(" + ")]
-    assert "made-up costs" in said and picture.stat().st_size > 10_000
+    assert "made-up costs" in said
 
 
 def test_what_is_recommended_keeps_to_the_constraints():
@@ -85,16 +83,14 @@ class WithRounds(SimpleNamespace):
     [
         ([], PLAIN),
         ([MicroGroupSampling(slots=6)], PLAIN),
-        ([MicroGroupSampling(slots=6, order="least_attained")], "least_attained"),
+        ([MicroGroupSampling(slots=6, refill="rounds")], None),
         ([MicroGroupSampling(slots=6), TailBatching()], "TailBatching()"),
         ([TailBatching(prompt_ratio=3.0)], None),  # not simulated
         ([MicroGroupSampling(memory_budget="1GiB")], None),
     ],
 )
 def test_the_schedule_of_the_run_itself_is_found(callbacks, wanted):
-    rows = [
-        Simulated(c.name, c.schedule, None, c) for c in candidates(facts_of(DEFAULTS), 1, slots=9)
-    ]
+    rows = [Simulated(c.name, c.schedule, None, c) for c in candidates(facts_of(DEFAULTS), 1)]
     found = own_schedule(WithRounds(callbacks=callbacks), rows)
     assert found is None if wanted is None else wanted in found.name
 

@@ -102,7 +102,7 @@ def test_stops_in_mid_rollout_saves_and_goes_on(name, code, fit, tmp_path):
     state = read_checkpoint(tmp_path / path)["RolloutDataModule"]
     assert (state["num_rounds"], state["round"]) == (1, None)
     folder = tmp_path / "runs/short/version_0"
-    assert (folder / "learning.png").exists()
+    assert (folder / "report.html").exists()
 
     if name == "SIGINT":
         return  # what follows is the same

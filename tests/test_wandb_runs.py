@@ -1,12 +1,12 @@
 """What an offline run of W&B holds, read back from its file."""
 
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlsched.callbacks import ExportModel, SortedBatching
 from lit_rlsched.cli.main import main
-from lit_rlsched.run.wandb_runs import saved_ids
+from lit_rlsched.run.run_config import saved_ids
+from lit_rlsched.scheduling.trace_files import Traces
 
 wandb = pytest.importorskip("wandb")
 from wandb_file import offline_runs  # noqa: E402
@@ -59,7 +60,7 @@ def folder(patch, tmp_path_factory):
     (folder / "small.yaml").write_text(SMALL)
     callbacks = (
         "--trainer.callbacks=[{class_path: RolloutLogger, init_args: "
-        "{num_completions: 2, pictures_every_n_rounds: 1}}, "
+        "{num_completions: 2, report_every_n_rounds: 1}}, "
         "{class_path: SortedBatching, init_args: {pool_rounds: 2}}]"
     )
     run = [
@@ -143,30 +144,20 @@ def test_the_configuration_file_is_an_artifact(folder, runs):
     assert "canary" in (folder / "config.yaml").read_text(), "the run needs it"
 
 
-def test_the_report_is_an_artifact(folder, runs):
-    for run in runs:
-        (report,) = (a for a in run.artifacts if a.type == "report")
-        assert report.name == f"report-{run.id}"
-        assert [entry.path for entry in report.manifest.contents] == ["report.html"]
-    (entry,) = report.manifest.contents
-    assert Path(entry.local_path).read_bytes() == (folder / "report.html").read_bytes()
-
-
-def test_the_pictures_and_the_table_are_in_the_file(runs):
-    for run in runs:
+def test_the_report_the_lengths_and_the_table_are_in_the_file(folder, runs):
+    drawn = Counter(row["round"] for row in Traces(folder).rows("completions"))
+    for number, run in enumerate(runs, start=1):
         shown = {name: value for row in run.rows for name, value in row.items()}
         assert shown["completions/_type"] == "table-file"
-        for name in ("timeline", "lengths", "learning"):
-            assert shown[f"pictures/{name}/_type"] == "images/separated", name
+        assert shown["completions/lengths/_type"] == "histogram"
+        assert sum(shown["completions/lengths/values"]) == drawn[number] > 0
+        assert shown["report/_type"] == "html-file"
         assert "rewards/countdown_reward/mean" in shown
+    (page,) = folder.glob(f"wandb/offline-run-*/files/{shown['report/path']}")
+    assert page.read_bytes() == (folder / "report.html").read_bytes()
 
 
-def test_a_resumed_runs_table_has_all_rounds_and_no_other_command_has_a_run(folder, runs, capfd):
-    newest = [row for row in runs[1].rows if "completions/path" in row][-1]
-    (path,) = folder.glob(f"wandb/offline-run-*/files/{newest['completions/path']}")
-    table = json.loads(path.read_text(encoding="utf-8"))
-    at = table["columns"].index("round")
-    assert [row[at] for row in table["data"]] == [1, 1, 2, 2]
+def test_no_other_command_has_a_run(folder, runs, capfd):
     tables = [a for run in runs for a in run.artifacts if a.type == "run_table"]
     assert len(tables) == 2  # one for each part of the run, which drew one round each
     before = {*folder.glob("wandb/*")}

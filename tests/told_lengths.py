@@ -26,8 +26,6 @@ def finish(samples, lengths):
 class Told:
     """Says what it is told to say."""
 
-    revises = False
-
     def __init__(self, *answers):
         self.answers = list(answers)
 
@@ -45,12 +43,3 @@ class Told:
 
 
 LENGTHS = [int(n) for n in np.linspace(5, 95, 64)]
-
-
-def play(calibrated, told, answers, number):
-    """One round in which the predictor says `answers`."""
-    told.answers = [answers]
-    samples = asked(LENGTHS, number)
-    expected = calibrated.expect(samples)
-    calibrated.observe(finish(samples, LENGTHS))
-    return expected, calibrated.end_round()

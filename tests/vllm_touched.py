@@ -28,11 +28,10 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "VllmConfig.cache_config",
         "VllmConfig.device_config",
         "VllmConfig.model_config",
-        "VllmConfig.use_v2_model_runner",
     ),
     "vllm.config.cache": ("CacheConfig.block_size",),
     "vllm.config.device": ("DeviceConfig.device",),
-    "vllm.config.model": ("ModelConfig.get_vocab_size() -> int", "ModelConfig.is_hybrid"),
+    "vllm.config.model": ("ModelConfig.get_vocab_size() -> int",),
     "vllm.v1.engine.llm_engine": (
         "LLMEngine.from_vllm_config(config, disable_log_stats=)",
         "LLMEngine.engine_core",
@@ -52,11 +51,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "EngineCoreOutput.finish_reason",
         "EngineCoreOutput.prefill_stats",
     ),
-    "vllm.v1.outputs": (
-        "LogprobsLists.logprobs",
-        "SamplerOutput.sampled_token_ids",
-        "SamplerOutput.logprobs_tensors",
-    ),
+    "vllm.v1.outputs": ("LogprobsLists.logprobs",),
     "vllm.v1.metrics.stats": ("PrefillStats.num_cached_tokens",),
     "vllm.v1.engine.core_client": (
         "InprocClient.engine_core",
@@ -83,10 +78,8 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.scheduler": (
         "Scheduler.kv_cache_manager",
         "Scheduler.waiting",
-        "Scheduler.requests",
         "Scheduler.get_request_counts() -> tuple[int, int]",
     ),
-    "vllm.v1.core.sched.output": ("SchedulerOutput.scheduled_spec_decode_tokens",),
     "vllm.v1.core.kv_cache_manager": ("KVCacheManager.block_pool",),
     "vllm.v1.core.block_pool": (
         "BlockPool.num_gpu_blocks",
@@ -95,28 +88,9 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.v1.request": (
         "Request.request_id",
         "Request.num_preemptions",
-        "Request.num_computed_tokens",
-        "Request.num_tokens",
-        "Request.spec_token_ids",  # set
     ),
-    "vllm.v1.sample.sampler": (
-        "batched_count_greater_than(logprobs, values)",
-        "Sampler.topk_topp_sampler",
-    ),
-    "vllm.v1.sample.ops.topk_topp_sampler": (
-        "TopKTopPSampler.forward",  # replaced where draft tokens are verified
-        "apply_top_k_top_p(logits, k, p)",
-    ),
-    "vllm.v1.sample.metadata": (
-        "SamplingMetadata.generators",
-        "SamplingMetadata.temperature",
-        "SamplingMetadata.top_k",
-        "SamplingMetadata.top_p",
-    ),
-    "vllm.v1.spec_decode.metadata": (
-        "SpecDecodeMetadata.num_draft_tokens",
-        "SpecDecodeMetadata.draft_token_ids",
-    ),
+    "vllm.v1.sample.sampler": ("batched_count_greater_than(logprobs, values)",),
+    "vllm.v1.sample.ops.topk_topp_sampler": (),
     "vllm.v1.worker.gpu_worker": (
         "Worker.model_runner",
         "Worker.get_model()",
@@ -161,36 +135,11 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu_model_runner": (
         "GPUModelRunner.input_batch",
-        "GPUModelRunner.device",
-        "GPUModelRunner.sampler",
-        "GPUModelRunner.speculative_config",  # set while a step with draft tokens is prepared
-        "GPUModelRunner.rejection_sampler",  # set
-        "GPUModelRunner._prepare_inputs",  # replaced
         "GPUModelRunner.reload_weights(weights_iterator=)",
     ),
     "vllm.v1.worker.gpu.model_runner": (
         "GPUModelRunner.req_states",
-        "GPUModelRunner.rejection_sampler",
-        "GPUModelRunner.decode_query_len",  # set while a step with draft tokens is prepared
-        "GPUModelRunner.prepare_inputs",  # replaced where draft tokens are verified
-        "GPUModelRunner.sample",  # replaced there
         "GPUModelRunner.reload_weights(weights_iterator=)",
-    ),
-    "vllm.v1.worker.gpu.states": (
-        "RequestState.draft_tokens",  # set
-        "RequestState.req_id_to_index",
-    ),
-    "vllm.v1.worker.gpu.input_batch": (
-        "InputBatch.num_draft_tokens",
-        "InputBatch.num_draft_tokens_per_req",
-        "InputBatch.input_ids",
-        "InputBatch.logits_indices",
-        "InputBatch.cu_num_logits",
-    ),
-    "vllm.v1.worker.gpu.sample.output": (
-        "SamplerOutput.sampled_token_ids",
-        "SamplerOutput.num_sampled",
-        "SamplerOutput.num_rejected",
     ),
     "vllm.v1.worker.gpu_input_batch": (
         "InputBatch.generators",

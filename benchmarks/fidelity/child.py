@@ -60,7 +60,7 @@ def run(row: Row, seed: int, folder: Path) -> None:
         folder,
         max_epochs=row.rounds,
         limit_val_batches=0,
-        callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, pictures_every_n_rounds=99)],
+        callbacks=[*row.callbacks(), RolloutLogger(num_completions=0, report_every_n_rounds=99)],
     )
     trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
 

@@ -45,7 +45,6 @@ ROWS: dict[str, Row] = {
     "8 slots": rollouts(8),
     "64 slots": rollouts(64),
     "two engines, 16 slots": rollouts(16, engines=2),
-    "least attained": Row(callbacks(slots(16, order="least_attained")), 16),
     "SortedBatching, partial": rollouts(16, ("SortedBatching", {"mode": "partial"})),
     "SortedBatching, on_policy": rollouts(16, ("SortedBatching", {"mode": "on_policy"})),
     "TailBatching": rollouts(16, "TailBatching"),

@@ -114,7 +114,6 @@ class Clock(RolloutCallback):
         lengths = [len(c.token_ids) for c in round.completions]
         names = [f"rollout/{name}" for name in ROLLOUT]
         names += ["time/rollout", "time/drafts", "frac_reward_zero_std"]
-        names += ["speculation/acceptance", "speculation/seconds_saved"]
         self._drawn = {n.split("/")[-1]: round.metrics[n] for n in names if n in round.metrics}
         self._drawn |= {"completions": len(lengths), "trained_tokens": sum(lengths)}
 

@@ -1,26 +1,39 @@
 """Draw the model's own completions once: their lengths are those of all rows.
 
-Run by `python -m benchmarks run papers --record`. The tokens go to `runs/papers/recording`, for
-`python -m benchmarks run speculation --cases replay --recording runs/papers/recording`.
+Run by `python -m benchmarks run papers --record`.
 """
 
 import csv
 from pathlib import Path
 
-from lightning import seed_everything
+from lightning import LightningModule, Trainer, seed_everything
 
 from benchmarks.ours import make_trainer
 from benchmarks.papers.child import PROMPTS, TASK, alike
 from benchmarks.papers.rows import LENGTHS, MODEL
-from benchmarks.record import Recorder, read_recording
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.training.round import Round
 
 FOLDER = Path("runs/papers/recording")
 GENERATIONS, LIMIT, SLOTS = 16, 1024, 64
+
+
+class Lengths(RolloutCallback):
+    """Writes the lengths of a round, by prompt."""
+
+    def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
+        """Write the file."""
+        rows: dict[str, list[int]] = {}
+        for sample in round.samples:
+            lengths = rows.setdefault(sample.group.prompt.uid, [])
+            lengths.append(len(sample.completion.token_ids))
+        with LENGTHS.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows([uid, *lengths] for uid, lengths in sorted(rows.items()))
 
 
 def record() -> None:
@@ -37,14 +50,9 @@ def record() -> None:
         micro_batch_tokens=2048,
         seed=0,
     )
-    callbacks = [MicroGroupSampling(slots=SLOTS), Recorder(str(FOLDER))]
+    callbacks = [MicroGroupSampling(slots=SLOTS), Lengths()]
     trainer = make_trainer(FOLDER, max_epochs=1, limit_val_batches=0, callbacks=callbacks)
     trainer.fit(GRPOModule(MODEL), datamodule=data)
-    [groups] = read_recording(FOLDER)
-    drawn = {g.prompt.uid: [len(c.token_ids) for c in g.completions] for g in groups}
-    with LENGTHS.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([uid, *lengths] for uid, lengths in sorted(drawn.items()))
 
 
 if __name__ == "__main__":

@@ -100,9 +100,7 @@ def rollouts(number: int) -> dict[str, Row]:
         "in turn": callbacks(slots(number, refill="rounds")),
         "continuous": callbacks(here),
         "longest first": callbacks(*longest_first(number)),
-        "least attained": callbacks(slots(number, order="least_attained")),
         "DrainFilling": callbacks(here, "DrainFilling"),
-        "Speculation": callbacks(here, "Speculation"),
     }
     return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
 

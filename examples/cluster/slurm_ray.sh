@@ -33,6 +33,6 @@ until grep -qs ":$port\$" "$started"; do kill -0 "$ray"; sleep 1; done
 srun --relative=1 --nodes="$workers" --ntasks="$workers" --cpus-per-task="$SLURM_CPUS_ON_NODE" \
     ray start --address="$RAY_ADDRESS" --num-cpus="$SLURM_CPUS_ON_NODE" --block &
 trap 'kill "$ray" "$!" 2> /dev/null || true; wait' EXIT
-# It waits until the cluster answers and has the resources. By this name of the job Lightning starts
+# It waits until the cluster has the resources. By this name of the job Lightning starts
 # the ranks of one node itself, and does not take the job's nodes for those of the trainer.
 SLURM_JOB_NAME=interactive lit-rlsched fit "$@"

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.policy_module import PolicyModule
+from lit_rlsched.run.run_config import log_artifact
 from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.export import Dtype, check_arguments, export_state
 from lit_rlsched.run.saving.run_folder import folder_of
-from lit_rlsched.run.wandb_runs import log_artifact
 from lit_rlsched.settings import RemembersInit, UsageError
 
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import LengthPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
@@ -18,14 +17,14 @@ class LengthPrediction(RolloutCallback):
     these tokens, and long completions resume first.
 
     Bias: none. Predictions change when a completion is drawn, never which tokens. `PromptHistory`
-    replaces a predictor that ranks worse, with a warning (`length_prediction/fallback`).
+    answers where a predictor gives no positive number (`length_prediction/invalid`).
 
     See `docs/explanation/infinite_sampling.md`.
 
     Args:
         predictor: By default `TokenConditioned()`, which learns from the run's own completions.
-            Others: `SiblingMax` and `PromptHistory` in `lit_rlsched.scheduling.length_prediction`,
-            `Oracle` in `recorded_lengths` beside it, or your own subclass of `LengthPredictor`.
+            Others: `PromptHistory` in `lit_rlsched.scheduling.length_prediction`, `Oracle` in
+            `recorded_lengths` beside it, or your own subclass of `LengthPredictor`.
         probe_tokens: Tokens decoded before a completion is predicted; 0 predicts from the prompt
             alone. By default 16, fewer if `max_completion_length` is below 256, and 0 if all
             completions of a round decode at once.

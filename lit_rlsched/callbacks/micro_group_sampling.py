@@ -28,9 +28,9 @@ class MicroGroupSampling(RolloutCallback):
             moment, up to 256 (vLLM on a GPU of 70 GiB or more: 1,024).
         refill: `continuous` refills a slot as soon as it is free (continuous sampling); `rounds`
             waits until all are (naive micro sampling groups).
-        order: Which completion goes next: `fifo` (default), `least_attained` (the fewest tokens, in
-            turns) or, by predicted length, `longest_first` (default with `LengthPrediction`),
-            `shortest_first` (default where rounds end early) or `planned`.
+        order: Which completion goes next: `fifo` (default) or, by predicted length,
+            `longest_first` (default with `LengthPrediction`), `shortest_first` (default where
+            rounds end early) or `planned`.
 
     Raises:
         UsageError: an argument is out of range, or two contradict each other.
@@ -54,7 +54,7 @@ class MicroGroupSampling(RolloutCallback):
                 f"`MicroGroupSampling(slots={slots}, memory_budget={memory_budget})`: give exactly "
                 "one of the two."
             )
-        if refill == "rounds" and order in ("planned", "least_attained"):
+        if refill == "rounds" and order == "planned":
             raise UsageError(
                 f"`MicroGroupSampling(refill='rounds', order={order!r})`: that order needs slots "
                 "that are refilled one by one. Use `refill='continuous'`, or "

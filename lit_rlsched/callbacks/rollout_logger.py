@@ -1,94 +1,32 @@
-"""Output of a run for its reader: completions, pictures and a one-line summary."""
+"""Output of a run for its reader: completions, the report and a one-line summary."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
+from lit_rlsched.run.run_config import log_page
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
 from lit_rlsched.run.saving.traces import RunTraces
 from lit_rlsched.run.switches import switches_of
-from lit_rlsched.run.wandb_runs import log_artifact
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Sample
 
-SHOWN_ROWS = 512
-"""Most rows of the table at W&B, if that is more than two rounds: the newest round, and rounds in
-equal steps before it."""
 REPORT_SHARE = 0.02
 """Most of the run's time that is spent on the report, before its end."""
 SHOWN_TEXT = 1000
 """Most characters of a cell in TensorBoard."""
-
-
-class CompletionsTable:
-    """Writes completions as rows: to a JSONL file, to W&B and TensorBoard."""
-
-    def __init__(self, num_completions: int) -> None:
-        self.num_completions = num_completions
-        self._shown: dict[int, list[dict[str, Any]]] = {}
-        self._step = 1
-        self._published = 0
-
-    def begin(self, path: Path, number: int) -> None:
-        """Continue the file before round `number`, without rows of that round and later."""
-        drop_rows(path, number)
-        self._shown, self._step, self._published = {}, 1, 0
-        with path.open("rb") as file:
-            for of, rows in groupby(map(read_row, file), itemgetter(0)):
-                self._show(of, [row for _, row in rows])
-
-    def add(self, round: Round, names: Sequence[str], path: Path) -> None:
-        """Write the rows of a round."""
-        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
-        rows = [_row(round, group, completion, names) for group, completion in pairs]
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if rows:
-            self._show(round.ordinal, rows)
-
-    def _show(self, number: int, rows: list[dict[str, Any]]) -> None:
-        """Keep a round for the loggers, and of earlier ones as many as they show."""
-        while True:
-            kept = {n: r for n, r in self._shown.items() if (n - 1) % self._step == 0}
-            self._shown = kept | {number: rows}
-            if len(self._shown) <= 2 or sum(map(len, self._shown.values())) <= SHOWN_ROWS:
-                return
-            self._step *= 2
-
-    def publish(self, loggers: Iterable[Any], step: int) -> None:
-        """Send the table to W&B, and its newest round to TensorBoard, unless they have it.
-
-        W&B makes an artifact of each table, and shows only the newest.
-        """
-        newest = max(self._shown, default=0)
-        if newest == self._published:
-            return
-        self._published = newest
-        for logger in loggers:
-            if isinstance(logger, WandbLogger):
-                import wandb
-
-                rows = [row for number in sorted(self._shown) for row in self._shown[number]]
-                columns, data = _cells(rows)
-                # a reward function may log a number in one round and text in another
-                table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-                logger.log_metrics({"completions": table}, step=step)
-            elif isinstance(logger, TensorBoardLogger):
-                text = _markdown(*_cells(self._shown[newest]))
-                logger.experiment.add_text("completions", text, step)
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -168,14 +106,13 @@ def drop_rows(path: Path, number: int) -> None:
 
 
 class RolloutLogger(RolloutCallback):
-    """Record what a run drew: tables of completions, pictures.
+    """Record what a run drew: completions and a report.
 
     The run's folder (`default_root_dir`, or without one a new folder `runs/version_N`) gets
-    `report.html`, a page with charts, timelines and completions that needs no network;
-    `completions.jsonl`, with TRL's columns; `learning.png`, reward and held-out accuracy; and
-    `timeline.png` and `lengths.png` of the latest round. The folder is locked during the run, and a
-    run that is not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get the
-    pictures and a table of completions.
+    `report.html`, a page with charts, timelines and completions that needs no network, and
+    `completions.jsonl`, with TRL's columns. The folder is locked during the run, and a run that is
+    not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get a table of
+    completions and a histogram of their lengths, and `WandbLogger` the report at the end.
 
     See `docs/howto/wandb.md`.
 
@@ -183,8 +120,8 @@ class RolloutLogger(RolloutCallback):
         num_completions: Completions to write per table: the first ones in the order of the plan, so
             that completions of a prompt are together.
         every_n_rounds: Rounds between two tables of completions.
-        pictures_every_n_rounds: Rounds between two sets of pictures, each with a new `report.html`;
-            the end of training always gets one.
+        report_every_n_rounds: Rounds between two reports, each with the table for the loggers; the
+            end of training always gets one.
         save_trace: Whether to keep what ran when as Parquet files in `traces/`, for the report and
             `lit-rlsched simulate`; the newest 256 MiB. Without it there is no report.
 
@@ -200,14 +137,15 @@ class RolloutLogger(RolloutCallback):
         self,
         num_completions: int = 16,
         every_n_rounds: int = 1,
-        pictures_every_n_rounds: int = 20,
+        report_every_n_rounds: int = 20,
         save_trace: bool = True,
     ) -> None:
+        self.num_completions = num_completions
         self.every_n_rounds = every_n_rounds
-        self.pictures_every_n_rounds = pictures_every_n_rounds
+        self.report_every_n_rounds = report_every_n_rounds
         self.save_trace = save_trace
-        self.table = CompletionsTable(num_completions)
-        self._last: Round | None = None
+        self._begun = False
+        self._rows: list[dict[str, Any]] = []  # the newest, which loggers do not have yet
         self._traces: RunTraces | None = None
         self._next_report = 0.0
         self._occupied: Path | None = None
@@ -226,74 +164,87 @@ class RolloutLogger(RolloutCallback):
                 occupy(self._occupied)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Write the round's rows, trace and pictures."""
-        first, self._last = self._last is None, round
+        """Write the round's rows, trace and report."""
         if not _writes(trainer):
             return
-        folder = folder_of(trainer)
+        first, self._begun = not self._begun, True
         if first:
-            self._begin(trainer, folder, round.ordinal)
+            self._begin(trainer, round.ordinal)
         if round.number % self.every_n_rounds == 0:
-            names = run_of(trainer, self).settings.rewards.names
-            self.table.add(round, names, folder / "completions.jsonl")
+            self._add_rows(trainer, round)
+        _log_lengths(trainer, round)
         if self._traces is not None:
             with self._tracing():
                 self._traces.add(round)
-        if round.ordinal % self.pictures_every_n_rounds == 0:
-            self._draw(trainer)
+        if round.ordinal % self.report_every_n_rounds == 0:
+            self._publish_rows(trainer)
             self._report(trainer, going_on=True)
         elif first:  # whoever looks early sees whether answers look as they should
-            self.table.publish(trainer.loggers, trainer.global_step)
+            self._publish_rows(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the pictures."""
-        if _writes(trainer):
-            self._draw(trainer)
+        """Write the last report."""
+        self._publish_rows(trainer)
         if self._traces is not None:
             with self._tracing():
                 self._traces.end()
         self._report(trainer, going_on=False)
-        self._last = self._traces = None
+        self._begun, self._traces = False, None
 
-    def _report(self, trainer: Trainer, going_on: bool) -> None:
-        """Write the page about the run; at the end W&B gets it too."""
-        began = time.monotonic()
-        if self._traces is None or (going_on and began < self._next_report):
-            return
-        from lit_rlsched.callbacks import report  # imports matplotlib
-
-        run, folder = run_of(trainer, self), folder_of(trainer)
-        try:
-            ended = not going_on and not trainer.received_sigterm
-            data = report.run_data(folder, run.facts if ended else None, run.record)
-            page = report.write_report(folder / report.FILE, [data], going_on)
-            if not going_on:
-                log_artifact(trainer, "report", "report", page)
-        except Exception as error:  # a page is no reason to end a run
-            told = f"{type(error).__name__}: {error}"
-            rank_zero_warn(f"`{folder / report.FILE}` was not written: {told}")
-            return
-        now = time.monotonic()
-        self._next_report = now + (now - began) / REPORT_SHARE
-
-    def _draw(self, trainer: Trainer) -> None:
-        from lit_rlsched.callbacks import pictures  # imports matplotlib
-
-        name = name_of(folder_of(trainer))
-        record = run_of(trainer, self).record
-        pictures.publish(pictures.draw(record, self._last, name), trainer)
-        self.table.publish(trainer.loggers, trainer.global_step)
-
-    def _begin(self, trainer: Trainer, folder: Path, number: int) -> None:
+    def _begin(self, trainer: Trainer, number: int) -> None:
         """Delete what the folder has of round `number` and later, of another or an earlier run."""
+        folder = folder_of(trainer)
         folder.mkdir(parents=True, exist_ok=True)
-        self.table.begin(folder / "completions.jsonl", number)
+        drop_rows(folder / "completions.jsonl", number)
         if self.save_trace:
             run = run_of(trainer, self)
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             self._traces = RunTraces(run, folder / "traces", switches_of(callbacks))
             with self._tracing():
                 self._traces.begin(number)
+
+    def _add_rows(self, trainer: Trainer, round: Round) -> None:
+        names = run_of(trainer, self).settings.rewards.names
+        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
+        self._rows = [_row(round, group, completion, names) for group, completion in pairs]
+        with (folder_of(trainer) / "completions.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
+
+    def _publish_rows(self, trainer: Trainer) -> None:
+        """Send the newest rows to W&B and TensorBoard, unless they have them."""
+        rows, self._rows = self._rows, []
+        columns, data = _cells(rows)
+        for logger in trainer.loggers if rows else ():
+            if isinstance(logger, WandbLogger):
+                import wandb
+
+                # a reward function may log a number for one completion and text for another
+                table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+                logger.log_metrics({"completions": table}, step=trainer.global_step)
+            elif isinstance(logger, TensorBoardLogger):
+                text = _markdown(columns, data)
+                logger.experiment.add_text("completions", text, trainer.global_step)
+
+    def _report(self, trainer: Trainer, going_on: bool) -> None:
+        """Write the page about the run; at the end W&B gets it too."""
+        began = time.monotonic()
+        if self._traces is None or (going_on and began < self._next_report):
+            return
+        from lit_rlsched.callbacks.report.collect import run_data
+        from lit_rlsched.callbacks.report.page import FILE, write_report
+
+        run, path = run_of(trainer, self), folder_of(trainer) / FILE
+        try:
+            ended = not going_on and not trainer.received_sigterm
+            data = run_data(path.parent, run.facts if ended else None, run.record)
+            write_report(path, [data], going_on)
+            if not going_on:
+                log_page(trainer, "report", path)
+        except Exception as error:  # a page is no reason to end a run
+            rank_zero_warn(f"`{path}` was not written: {type(error).__name__}: {error}")
+            return
+        now = time.monotonic()
+        self._next_report = now + (now - began) / REPORT_SHARE
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -327,7 +278,19 @@ class RolloutLogger(RolloutCallback):
             return f"fast_dev_run: everything ran once ({took}); nothing was measured or written"
         temperature = run.settings.evaluation.sampling.temperature
         folder, result = folder_of(trainer), run.record.result(temperature)
-        return f"{name_of(folder)}: {result} ({took}); pictures and metrics in {folder}"
+        return f"{name_of(folder)}: {result} ({took}); report and metrics in {folder}"
+
+
+def _log_lengths(trainer: Trainer, round: Round) -> None:
+    """Send a histogram of the round's lengths to the loggers that have such charts."""
+    lengths, name = [c.drawn for c in round.completions], "completions/lengths"
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+
+            logger.log_metrics({name: wandb.Histogram(lengths)}, step=trainer.global_step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_histogram(name, np.array(lengths), trainer.global_step)
 
 
 def _writes(trainer: Trainer) -> bool:

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -11,55 +11,13 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, find_run
-from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.run.trainer import is_partial_check
-from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.text import duration, percent
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group
 
-
-class RoundLine:
-    """Collects what happens in a round and says it in one line."""
-
-    def __init__(self) -> None:
-        self._rollout_ended = self._update_ended = 0.0
-        self._round: Round | None = None
-        self.accuracy: float | None = None
-        """Held-out accuracy, if it was measured since the last line."""
-
-    def rollout_ends(self, round: Round) -> None:
-        """Remember the round and start the clock of its update."""
-        self._round, self._rollout_ended = round, time.monotonic()
-
-    def step_ends(self) -> None:
-        """Stop the clock of the update, if this is its last step."""
-        self._update_ended = time.monotonic()
-
-    def text(self, head: str, left: float | None, others: Mapping[str, object]) -> str:
-        """Return the line of the round that has ended, and forget the round."""
-        parts = [] if self._round is None else self._results(self._round)
-        if self.accuracy is not None:
-            parts.insert(min(1, len(parts)), f"held-out accuracy {self.accuracy:.2f}")
-        parts += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in others.items()]
-        if left is not None:
-            parts.append(f"{duration(left)} left")
-        self._round = self.accuracy = None
-        return f"{head}: {', '.join(parts)}"
-
-    def _results(self, round: Round) -> list[str]:
-        metrics = round.metrics
-        return [
-            f"reward {metrics['reward']:.3f}",
-            f"{metrics['rollout/tokens_per_second']:,.0f} tokens/s",
-            f"{metrics['completions/mean_length']:.0f} tokens on average",
-            f"{percent(metrics['completions/clipped_ratio'])} cut",
-            f"{percent(metrics['rollout/bubble_ratio'])} idle",
-            f"rollout {duration(metrics['time/rollout'])}",
-            f"update {duration(max(0.0, self._update_ended - self._rollout_ended))}",
-        ]
-
-
+RECENT = 20
+"""Rounds whose mean time, validations included, is taken for that of a round to come."""
 SECONDS_PER_FRAME = 0.25
 """Shortest time between two updates of the rollout bar in a terminal."""
 SECONDS_PER_LINE = 2.0
@@ -67,53 +25,6 @@ SECONDS_PER_LINE = 2.0
 they were validated."""
 SECONDS_PER_ROLLOUT_LINE = 30.0
 """Shortest time between two lines about one rollout in a log."""
-
-
-class RunBar(Tqdm):
-    """Bar of the run. It shows `left`, as tqdm knows nothing of validations that are still due."""
-
-    left = "?"
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """Add `left` to what the bar's format may name."""
-        return super().format_dict | {"left": self.left}
-
-
-class RolloutBar(Tqdm):
-    """Bar of one round's completions."""
-
-    def __init__(self, plan: Sequence[Group], **kwargs: Any) -> None:
-        self.plan = plan
-        self.scored = 0
-        self.began = self._shown = time.monotonic()
-        super().__init__(
-            desc="  rollout",
-            total=self._remaining(),
-            unit="completion",
-            leave=False,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            **kwargs,
-        )
-
-    def advance(self, trace: RolloutTrace) -> dict[str, float] | None:
-        """Count a scored completion; return the round's speed if it is time to show it."""
-        self.scored += 1
-        now = time.monotonic()
-        pause = SECONDS_PER_ROLLOUT_LINE if self.disable else SECONDS_PER_FRAME
-        remaining = self._remaining()
-        over = self.disable and not remaining  # as when the round was drawn ahead
-        if now - self._shown < pause or over:
-            return None
-        self._shown = now
-        self.n, self.total = self.scored, self.scored + remaining
-        tokens = trace.busy_slot_steps  # includes those of unfinished completions
-        rate = round(tokens / max(trace.seconds, 1e-9))
-        return {"tok/s": rate, "bubble": trace.bubble_ratio}
-
-    def _remaining(self) -> int:
-        return sum(not c.scored for group in self.plan for c in group.completions)
 
 
 class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
@@ -142,10 +53,14 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0) -> None:
         super().__init__(refresh_rate, process_position)
-        self._rollout_bar: RolloutBar | None = None
+        self._rollout_bar: Tqdm | None = None
+        self._plan: list[Group] = []
+        self._scored = 0
         self._figures: dict[str, float] = {}
-        self._line = RoundLine()
-        self._left = TimeLeft()
+        self._round: Round | None = None
+        self._accuracy: float | None = None  # held out, if it was measured since the last line
+        self._ends: deque[tuple[int, int, float]] = deque(maxlen=RECENT + 1)  # round, step, moment
+        self._rollout_ended = self._update_ended = self._shown = 0.0
         self._printed = self._evaluated = -math.inf
 
     @property
@@ -164,26 +79,27 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self, trainer: Trainer, pl_module: LightningModule, done: int, total: int
     ) -> None:
         """Print a line now and then, if no bars are drawn."""
-        now = time.monotonic()
+        now, fn = time.monotonic(), trainer.state.fn
         if not done:
             self._evaluated = now
-        begins = not done and trainer.state.fn != "fit"  # which has said more
+        begins = not done and fn != "fit"  # which has said more
         if begins or (now - self._evaluated >= SECONDS_PER_ROLLOUT_LINE and done < total):
             self._evaluated = now
-            what = next((w for w in ("test", "predict") if trainer.state.fn == w), "validation")
+            what = fn if fn in ("test", "predict") else "validation"
             self._print(f"  {what}: {done:,} of {total:,} completions")
 
     def init_train_tqdm(self) -> Tqdm:
         """Make the bar of the run."""
-        return RunBar(
-            desc=self.train_description,
-            position=2 * self.process_position,
+        return self._bar(0, desc=self.train_description, leave=True, smoothing=0)
+
+    def _bar(self, place: int, **settings: Any) -> Tqdm:
+        return Tqdm(
+            position=2 * self.process_position + place,
             disable=self.is_disabled,
-            leave=True,
             dynamic_ncols=True,
             file=sys.stdout,
-            smoothing=0,
-            bar_format=self.BAR_FORMAT.replace("remaining", "left"),
+            bar_format=self.BAR_FORMAT,
+            **settings,
         )
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
@@ -196,49 +112,74 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         bar.set_description(f"{bar.unit.capitalize()}s")
         bar.reset(None if total == -1 else total)
         bar.initial = bar.n = done
-        self._left.training_starts(trainer)
+        self._ends.clear()
+        self._ends.append((trainer.current_epoch, trainer.global_step, time.monotonic()))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Keep Lightning from resetting the bar for each epoch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Show the metrics of the step."""
-        self._line.step_ends()
+        self._update_ended = time.monotonic()
         self._advance(trainer, pl_module, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the round."""
-        rounds = trainer.current_epoch + 1
-        self._left.round_ends()
-        left = self._left.seconds(trainer, rounds)
-        self.train_progress_bar.left = "?" if left is None else duration(left)
+        """Count the round, and say how it went."""
+        rounds, now = trainer.current_epoch + 1, time.monotonic()
         self._advance(trainer, pl_module, rounds)
+        self._ends.append((rounds, trainer.global_step, now))
         last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        validated = self._line.accuracy is not None
-        now = time.monotonic()
-        if last or validated or now - self._printed >= SECONDS_PER_LINE:
-            of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
-            others = self.get_metrics(trainer, pl_module)
-            others = {k: v for k, v in others.items() if k not in self._figures}
-            self._print(self._line.text(f"round {rounds}{of}", left, others))
-            self._printed = now
+        validated = self._accuracy is not None
+        if not (last or validated or now - self._printed >= SECONDS_PER_LINE):
+            return
+        parts = self._results() + [
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.get_metrics(trainer, pl_module).items()
+            if name not in self._figures
+        ]
+        if (left := self._seconds_left(trainer)) is not None:
+            parts.append(f"{duration(left)} left")
+        of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
+        self._print(f"round {rounds}{of}: {', '.join(parts)}")
+        self._printed, self._round, self._accuracy = now, None, None
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock of the validation."""
-        self._left.validation_starts()
-        super().on_validation_start(trainer, pl_module)
+    def _seconds_left(self, trainer: Trainer) -> float | None:
+        """Return how long the run takes at the pace of the last rounds; `None` without an end."""
+        limits, before, now = (trainer.max_epochs, trainer.max_steps), self._ends[0], self._ends[-1]
+        left = [
+            (limit - at) / (at - began)
+            for limit, at, began in zip(limits, now, before, strict=False)
+            if limit is not None and limit > 0 and at > began
+        ]
+        seconds = min(left, default=0.0) * (now[2] - before[2])
+        return seconds if seconds > 0 else None
+
+    def _results(self) -> list[str]:
+        """Return the figures of the last round, with a held-out accuracy that is new."""
+        parts = [] if self._accuracy is None else [f"held-out accuracy {self._accuracy:.2f}"]
+        if self._round is None:
+            return parts
+        metrics = self._round.metrics
+        return [
+            f"reward {metrics['reward']:.3f}",
+            *parts,
+            f"{metrics['rollout/tokens_per_second']:,.0f} tokens/s",
+            f"{metrics['completions/mean_length']:.0f} tokens on average",
+            f"{percent(metrics['completions/clipped_ratio'])} cut",
+            f"{percent(metrics['rollout/bubble_ratio'])} idle",
+            f"rollout {duration(metrics['time/rollout'])}",
+            f"update {duration(max(0.0, self._update_ended - self._rollout_ended))}",
+        ]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the held-out accuracy."""
-        if not is_partial_check(trainer):
-            self._left.validation_ends()
         accuracy = trainer.callback_metrics.get("val/accuracy")
         if trainer.state.fn == "fit" and accuracy is not None and not is_partial_check(trainer):
-            self._figures["val/accuracy"] = float(accuracy)
+            self._figures["val/accuracy"] = value = float(accuracy)
             if trainer.sanity_checking:
-                self._print(f"before training: held-out accuracy {float(accuracy):.2f}")
+                self._print(f"before training: held-out accuracy {value:.2f}")
             else:
-                self._line.accuracy = float(accuracy)
+                self._accuracy = value
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
@@ -257,28 +198,37 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
 
     def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
         """Draw a bar for the completions of the round."""
-        position = 2 * self.process_position + 1
-        self._rollout_bar = RolloutBar(
-            plan, position=position, disable=self.is_disabled, bar_format=self.BAR_FORMAT
+        self._plan, self._scored, self._shown = plan, 0, time.monotonic()
+        total = _unscored(plan)
+        self._rollout_bar = self._bar(
+            1, desc="  rollout", total=total, unit="completion", leave=False
         )
 
     def on_completion_end(self, trainer: Any, pl_module: Any, completion: Completion) -> None:
-        """Show how far the rollout is."""
-        bar = self._rollout_bar
+        """Show how far the rollout is, if it was not shown just now."""
+        bar, now, remaining = self._rollout_bar, time.monotonic(), _unscored(self._plan)
         assert bar is not None, "a completion outside a round"
-        if (speed := bar.advance(trainer.datamodule.run.session.trace)) is not None:
-            if not bar.disable:
-                bar.set_postfix(speed)
-            idle = percent(speed["bubble"])
-            of = f"{bar.n:,} of {bar.total:,} completions"
-            self._print(f"  rollout: {of}, {speed['tok/s']:,} tokens/s, {idle} idle")
+        self._scored += 1
+        pause = SECONDS_PER_ROLLOUT_LINE if bar.disable else SECONDS_PER_FRAME
+        over = bar.disable and not remaining  # as when the round was drawn ahead
+        if now - self._shown < pause or over:
+            return
+        self._shown = now
+        bar.n, bar.total = self._scored, self._scored + remaining
+        trace = trainer.datamodule.run.session.trace
+        # the steps' tokens include those of unfinished completions
+        rate = round(trace.busy_slot_steps / max(trace.seconds, 1e-9))
+        if not bar.disable:
+            bar.set_postfix({"tok/s": rate, "bubble": trace.bubble_ratio})
+        of = f"{bar.n:,} of {bar.total:,} completions"
+        self._print(f"  rollout: {of}, {rate:,} tokens/s, {percent(trace.bubble_ratio)} idle")
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Remove the rollout bar and remember the metrics of the round."""
+        """Remove the rollout bar and remember the round."""
         if self._rollout_bar is not None:
             self._rollout_bar.close()
         self._figures["reward"] = round.metrics["reward"]
-        self._line.rollout_ends(round)
+        self._round, self._rollout_ended = round, time.monotonic()
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Print without disturbing the bars."""
@@ -301,6 +251,10 @@ def replace_default_bar(trainer: Trainer) -> None:
         lightnings = kind in (TQDMProgressBar, RichProgressBar)
         if lightnings and callback.refresh_rate == kind().refresh_rate:  # nobody has chosen it
             callbacks[index] = RolloutProgressBar()
+
+
+def _unscored(plan: list[Group]) -> int:
+    return sum(not c.scored for group in plan for c in group.completions)
 
 
 def _interactive() -> bool:

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import is_requeued, settle_progress
+from lit_rlsched.run.saving.checkpoints import remove_checkpoint
 from lit_rlsched.run.saving.run_folder import folder_of
-from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
 from lit_rlsched.settings import RemembersInit
 
 
@@ -68,7 +68,9 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         """Save if the run's time allows it or training ends."""
         spent, run = self._spent + self._last, self._clock() - self._began
         affordable = self._last == 0 or spent <= self.max_share * run
-        due = (affordable or _is_last(trainer)) and not _just_saved(trainer)
+        last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop
+        last = last or trainer.global_step == trainer.max_steps
+        due = (affordable or last) and not _just_saved(trainer)
         if trainer.strategy.broadcast(due):  # the clocks and disks of ranks differ
             self._save(trainer)
 
@@ -113,12 +115,6 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         others = sorted(newest.parent.glob("round_*.ckpt"), key=age)[:-1]
         for path in others[: len(others) - (self.keep - 1)]:
             remove_checkpoint(path)
-
-
-def _is_last(trainer: Trainer) -> bool:
-    """Return whether training ends with this epoch."""
-    rounds = trainer.current_epoch + 1 == trainer.max_epochs
-    return rounds or trainer.global_step == trainer.max_steps or trainer.should_stop
 
 
 def _just_saved(trainer: Trainer) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
 from lit_rlsched.callbacks.length_prediction import LengthPrediction
 from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
@@ -95,24 +96,24 @@ def written(option: Option) -> str:
     return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
-def options(num_generations: int, slots: int | None = None) -> list[Option]:
+def options(num_generations: int) -> list[Option]:
     """Return the callbacks that schedules are made of, at settings that have paid somewhere."""
     found: list[Option] = [
         (LengthPrediction, {}),
         (SortedBatching, {"mode": "partial"}),
         (SortedBatching, {"mode": "on_policy"}),
         (TailBatching, {}),
-        (InFlightUpdates, {}),
+        (RolloutWindow, {}),
+        (RolloutWindow, {"overtake": 2}),
+        (AsyncRollout, {}),
         (StreamedTraining, {}),
     ]
-    if slots is not None:
-        found.append((MicroGroupSampling, {"slots": slots, "order": "least_attained"}))
     if num_generations > 2:
         found.append((DownSampling, {"keep": max(2, num_generations // 2)}))
     return found
 
 
-ALTERNATIVES = frozenset(of.__name__ for of, _ in options(3, slots=1))
+ALTERNATIVES = frozenset({"MicroGroupSampling", *(of.__name__ for of, _ in options(3))})
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
@@ -130,21 +131,13 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
     return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
 
 
-def candidates(facts: RunFacts, most: int = 2, slots: int | None = None) -> Iterator[Candidate]:
+def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
     """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
-    every = options(facts.settings.num_generations, slots)
+    every = options(facts.settings.num_generations)
     for number in range(most + 1):
         for chosen in combinations(every, number):
             if (found := candidate(chosen, facts)) is not None:
                 yield found
-
-
-def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
-    """Return constraints as `Simulated.refused` takes them."""
-    for name in constraints:
-        if name not in CONSTRAINTS:
-            raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
-    return dict.fromkeys(constraints, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +151,7 @@ class Simulated:
     """`None`: a peer's."""
 
     def refused(self, wanted: Mapping[str, float]) -> bool:
-        """Whether it breaks one of the constraints."""
+        """Whether it breaks one of the constraints: `CONSTRAINTS`, or the tokens of `memory`."""
         outcome = self.outcome
         biased = self.schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
         return (
@@ -194,7 +187,7 @@ class Setting:
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
-        found = candidates(beside(facts), most_callbacks, self.about["slots"])
+        found = candidates(beside(facts), most_callbacks)
         return [Simulated(c.name, c.schedule, self.outcome(c.schedule), c) for c in found]
 
     def peers(self) -> list[Simulated]:

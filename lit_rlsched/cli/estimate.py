@@ -195,7 +195,7 @@ class PlannedRun:
         if capacity is not None:  # as it is known once the engine has started
             engine.kv_capacity = capacity
             self.slots = len(engine.engines) * startup.admission(self.spec).slots
-        self.engine = replace(held, stays=True, asleep=0) if self.schedule.draws_beside else held
+        self.engine = replace(held, stays=True, asleep=0) if self.schedule.ahead else held
 
     @property
     def most_prompts(self) -> int:
@@ -258,9 +258,9 @@ class PlannedRun:
             gathered = storage_bytes(policy.parameters()) - sum(layers) + 3 * max(layers, default=0)
             how = "embedding, LM head and two layers, with the gradient of one"
             yield Item("gathered weights", gathered * streams, gathered, how)
-        if schedule.verifies_drafts:
+        if schedule.rule.verifies_from is not None:
             rule = schedule.rule
-            copies = 1 + (rule.max_staleness or 0) * (rule.verifies_from is not None)
+            copies = 1 + (rule.max_staleness or 0)
             how = "the trained ones of each version that has drawn drafts"
             yield Item("weights of the drafts", *[copies * trained] * 2, how, "main memory")
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
+from lit_rlsched.run.run_config import log_artifact, saved_ids
 from lit_rlsched.run.saving.run_folder import (
     LOCK,
     folder_with,
@@ -26,7 +27,6 @@ from lit_rlsched.run.saving.run_folder import (
     occupy,
     remove_unused,
 )
-from lit_rlsched.run.wandb_runs import log_artifact, saved_ids
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import without_secrets
 

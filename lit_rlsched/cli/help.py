@@ -47,7 +47,8 @@ def overview(schema: Node) -> str:
 def of_command(schema: Node, command: str, topic: str) -> str:
     """Return the help of a command."""
     about = schema["x-commands"][command]
-    classes = {kind["properties"]["class_path"]["enum"][0]: kind for kind in _classes(schema)}
+    kinds = [kind for node in schema["$defs"].values() for kind in node.get("anyOf", ())]
+    classes = {names[0]: kind for kind in kinds if (names := class_names(kind))}
     topics = [*GROUPS, *classes] if about["run"] else []
     if topic in GROUPS and about["run"]:
         return "\n".join(_group(schema, topic))
@@ -79,7 +80,7 @@ def of_command(schema: Node, command: str, topic: str) -> str:
         for group in GROUPS:
             lines += _item(f"{group:11}", schema["properties"][group]["description"], 13, True)
         for base, plural in KINDS.items():
-            names = ", ".join(sorted(_enum(kind)[0] for kind in _listed(schema, base)))
+            names = ", ".join(sorted(class_names(kind)[0] for kind in _listed(schema, base)))
             lines += _item(f"{plural:11}", names, 13, True)
         lines += ["", f"Such as `lit-rlsched {command} --help data`."]
     return "\n".join(lines)
@@ -89,48 +90,47 @@ def _group(schema: Node, group: str) -> Iterator[str]:
     node = schema["properties"][group]
     yield f"{node['description']}:"
     if group != "model":
-        for name, setting in _settings(node).items():
+        for name, setting in settings_of(node).items():
             yield from _setting(f"{group}.{name}", setting)
         return
-    first, *others = [kind for kind in schema["$defs"]["LightningModule"]["anyOf"] if _enum(kind)]
-    shown = _arguments(first)
+    first, *others = [
+        kind for kind in schema["$defs"]["LightningModule"]["anyOf"] if class_names(kind)
+    ]
+    shown = class_args(first)
     for name, setting in shown.items():
         yield from _setting(f"model.{name}", setting)
     for kind in others:
-        own = {n: s for n, s in _arguments(kind).items() if shown.get(n) != s}
-        yield from ["", f"Other with `--model={_enum(kind)[0]}`:"]
+        own = {n: s for n, s in class_args(kind).items() if shown.get(n) != s}
+        yield from ["", f"Other with `--model={class_names(kind)[0]}`:"]
         for name, setting in own.items():
             yield from _setting(f"model.{name}", setting)
 
 
 def _class(name: str, kind: Node) -> Iterator[str]:
     yield from _wrapped(f"{name}: {kind.get('description', '')}")
-    for argument, node in _arguments(kind).items():
+    for argument, node in class_args(kind).items():
         yield from _setting(argument, node, dashes="")
 
 
-def _classes(schema: Node) -> Iterator[Node]:
-    for base in schema["$defs"]:
-        yield from (kind for kind in schema["$defs"][base].get("anyOf", ()) if _enum(kind))
-
-
 def _listed(schema: Node, base: str) -> list[Node]:
-    kinds = [kind for kind in schema["$defs"][base]["anyOf"] if _enum(kind)]
-    return [k for k in kinds if base != "Callback" or _enum(k)[1].startswith("lit_rlsched.")]
+    kinds = filter(class_names, schema["$defs"][base]["anyOf"])
+    return [k for k in kinds if base != "Callback" or class_names(k)[1].startswith("lit_rlsched.")]
 
 
-def _enum(kind: Node) -> list[str]:
+def class_names(kind: Node) -> list[str]:
+    """Return all names of the class that a form of a value describes; none if it is no class."""
     return kind.get("properties", {}).get("class_path", {}).get("enum", [])
 
 
-def _settings(node: Node) -> Node:
-    named = node["properties"].items()
+def settings_of(node: Node) -> Node:
+    """Return the settings of a mapping by their names."""
+    named = node.get("properties", {}).items()
     return {n: s for n, s in named if n != "$schema" and not n.endswith("+")}
 
 
-def _arguments(kind: Node) -> Node:
-    arguments = kind["properties"].get("init_args", {})
-    return _settings(arguments) if "properties" in arguments else {}
+def class_args(kind: Node) -> Node:
+    """Return the arguments of a class by their names."""
+    return settings_of(kind["properties"].get("init_args", {}))
 
 
 def _setting(name: str, node: Node, dashes: str = "--") -> Iterator[str]:
@@ -162,7 +162,7 @@ def choices(schema: Node, node: Node) -> list[str] | None:
         for base in (option, option.get("items")):
             if isinstance(base, dict) and "$ref" in base:
                 kinds = schema["$defs"][base["$ref"].rpartition("/")[2]].get("anyOf", ())
-                found += [_enum(kind)[0] for kind in kinds if _enum(kind)]
+                found += [class_names(kind)[0] for kind in kinds if class_names(kind)]
     return found or None
 
 

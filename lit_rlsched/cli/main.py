@@ -43,7 +43,7 @@ from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines.gpu_setup import refuse_missing_gpus, refuse_unseen_gpu
+from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
 from lit_rlsched.processes import require_posix
 from lit_rlsched.run.checks import check_trainer
@@ -149,8 +149,8 @@ class RolloutCLI(LightningCLI):
         # for `--help` alone: `main` runs it before Lightning asks for a module and data
         listed = parser._subcommands_action
         assert listed is not None
-        for name, make_parser in cli_export.PARSERS.items():
-            made = make_parser()
+        for name in cli_export.COMMANDS:
+            made = cli_export.parser_of(name)
             listed.add_subcommand(name, made, help=made.description)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ def main(args: ArgsType = None) -> None:
         require_posix("`lit-rlsched`")
         if isinstance(given, list) and given and given[0] in cli_export.COMMANDS:
             run.command = f"lit-rlsched {given[0]}"
-            return cli_export.COMMANDS[given[0]](given[1:])
+            return cli_export.run(given[0], given[1:])
         RolloutCLI(
             run,
             parser_class=Parser,

@@ -9,21 +9,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from lit_rlsched import __version__
-from lit_rlsched.cli import config_files
 from lit_rlsched.cli import help as cli_help
+from lit_rlsched.cli.help import Node, class_args, class_names, settings_of
 from lit_rlsched.settings import did_you_mean, suggestion
 from lit_rlsched.text import hide_keys
 
-Node = dict[str, Any]
-"""A part of the schema."""
 FLAGS = ("--debug", "--print_config", "--adapter")
 """Options without a value."""
 _WORDS = {
@@ -32,7 +29,7 @@ _WORDS = {
     "boolean": "true or false",
     "null": "null",
 }
-_PARTS = ("class_path", "init_args", "dict_kwargs")
+_PARTS = ("class_path", "init_args", "dict_kwargs", "$schema")
 
 
 @cache
@@ -111,23 +108,6 @@ def _help(args: list[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """A name that the schema does not have."""
-
-    key: str
-    """The setting, such as `data.num_generation`."""
-    known: list[str]
-    """What could be there."""
-    owner: str
-    """` of CLASS` for a class's argument."""
-
-    def message(self, where: str = "") -> str:
-        """Return a sentence with what was probably meant."""
-        near = _meant(self.key, self.known)
-        return f"There is no setting `{self.key}`{self.owner}{where}.{near}"
-
-
 def _completion(shell: str) -> str:
     """Return a script that lets a shell complete commands, options and their choices."""
     try:
@@ -169,6 +149,8 @@ class Check:
         """Those without dashes."""
         self._classes: dict[str, Node | None] = {}
         """Class last chosen for each setting that has one; None for a user's class."""
+        self._option, self._file = "", ""
+        """Where what is checked was given."""
 
     def mistakes(self, args: list[str]) -> Iterator[str]:
         """Yield the mistakes."""
@@ -177,7 +159,7 @@ class Check:
         for given in (v for o, v in pairs if o in ("-c", "--config") and self._settings):
             if given.lstrip().startswith("{") or "\n" in given:  # no file, but what is in one
                 continue
-            files[given], wrong = config_files.read(given)
+            files[given], wrong = read_file(given)
             if wrong:  # whatever cannot be judged of the rest
                 yield wrong
         for option, value in pairs:
@@ -189,53 +171,40 @@ class Check:
             elif option in ("-c", "--config") and self._settings:
                 if value not in files:
                     raise Unclear
-                yield from self._file(value, files[value])
+                self._option, self._file = "", value
+                yield from self._wrong(files[value], {"properties": self._settings}, "")
             elif option.startswith("-c") or option.endswith(".help"):
                 raise Unclear
             elif option != "--debug" and not (option == "--print_config" and self._settings):
-                yield from self._option(option, value)
+                yield from self._of_option(option, value)
 
-    def _file(self, given: str, content: Node) -> Iterator[str]:
-        for wrong in self._wrong(content, {"properties": self._settings}, ""):
-            where = "" if isinstance(wrong, Unknown) and wrong.owner else f" (given in `{given}`)"
-            yield wrong if isinstance(wrong, str) else wrong.message(where)
-
-    def _option(self, option: str, value: str) -> Iterator[str]:
-        path = option.removeprefix("--").rstrip("+").split(".")
+    def _of_option(self, option: str, value: str) -> Iterator[str]:
         content: Any = value
         if value.lstrip().startswith(("[", "{")):
             try:
-                content = yaml.load(value, Loader=config_files.UniqueKeys)
-            except config_files.KeyTwice as error:
+                content = yaml.load(value, Loader=UniqueKeys)
+            except KeyTwice as error:
                 yield f"`{option}`: {error.problem}."
                 return
             except yaml.YAMLError:
                 raise Unclear from None
-        for name in reversed(path):
+        for name in reversed(option.removeprefix("--").rstrip("+").split(".")):
             content = {name: content}
-        for wrong in self._wrong(content, {"properties": self._options}, ""):
-            if isinstance(wrong, str):
-                yield wrong
-            elif wrong.owner:
-                yield wrong.message()
-            else:
-                near = _meant(wrong.key, dict(self.options()), "--")
-                yield f"There is no option `{option}`.{near}"
+        self._option = option
+        yield from self._wrong(content, {"properties": self._options}, "")
 
     def options(self) -> Iterator[tuple[str, Node]]:
         """Yield all options, those of the model's classes and of the engines too."""
         found = dict(self._options)
         for name, node in self._options.items():
             for kind in alternatives(node):
-                args = kind.get("properties", {})
-                inner = class_args(kind) if "class_path" in args else args
-                found |= {
-                    f"{name}.{n}": s for n, s in inner.items() if n[0] != "$" and n[-1] != "+"
-                }
+                named = "class_path" in kind.get("properties", {})
+                inner = class_args(kind) if named else settings_of(kind)
+                found |= {f"{name}.{n}": s for n, s in inner.items()}
         yield from found.items()
 
-    def _wrong(self, value: Any, node: Node, path: str) -> Iterator[Unknown | str]:
-        """Yield unknown names in and below the setting `path`, or a sentence."""
+    def _wrong(self, value: Any, node: Node, path: str) -> Iterator[str]:
+        """Yield what is wrong in and below the setting `path`."""
         kinds = list(alternatives(node))
         items = [kind["items"] for kind in kinds if isinstance(kind.get("items"), dict)]
         groups = all(
@@ -250,15 +219,17 @@ class Check:
                 yield from self._wrong(entry, items[0], path)
             return
         kinds += [kind for item in items for kind in alternatives(item)]
-        classes = [kind for kind in kinds if "enum" in _class_path(kind)]
+        classes = [kind for kind in kinds if class_names(kind)]
         if classes and isinstance(value, str):
-            yield from self._choose(value, classes, path, takes_text(node))
+            may_be_text = any("string" in o.get("type", ()) for o in node.get("anyOf", [node]))
+            yield from self._choose(value, classes, path, may_be_text)
         elif classes and isinstance(value, dict):
             if isinstance(name := value.get("class_path"), str):
                 yield from self._choose(name, classes, path)
             yield from self._arguments(value, classes, path)
-        elif isinstance(value, dict) and all("properties" in k for k in kinds if is_mapping(k)):
-            for kind in filter(is_mapping, kinds):
+        elif isinstance(value, dict):
+            mappings = [k for k in kinds if not k or k.get("type") == "object" or "properties" in k]
+            for kind in mappings if all("properties" in kind for kind in mappings) else ():
                 yield from self._entries(value, kind["properties"], path, "")
         elif isinstance(value, str) and not fits(value, kinds):
             choices = [str(choice) for kind in kinds for choice in kind.get("enum", ())]
@@ -268,33 +239,35 @@ class Check:
         self, name: str, classes: list[Node], path: str, may_be_text: bool = False
     ) -> Iterator[str]:
         """Remember which class a setting has; say so if it is a known one mistyped."""
-        named = [kind for kind in classes if name in _class_path(kind)["enum"]]
+        named = [kind for kind in classes if name in class_names(kind)]
         self._classes[path] = named[0] if named else None
-        known = [n for kind in classes for n in _class_path(kind)["enum"]]
-        near = did_you_mean(name, known)
+        near = did_you_mean(name, [n for kind in classes for n in class_names(kind)])
         if near and not named and not may_be_text and "." not in name:
             yield f"`{path}={name}`: there is no such class.{near}"
 
-    def _arguments(self, value: Node, classes: list[Node], path: str) -> Iterator[Unknown | str]:
+    def _arguments(self, value: Node, classes: list[Node], path: str) -> Iterator[str]:
         chosen = self._classes.get(path, classes[0])
         if chosen is None or not isinstance(value.get("init_args", {}), dict):
             return
-        owner = f" of `{_class_path(chosen)['enum'][0]}`"
-        known = class_args(chosen)
+        owner, known = f" of `{class_names(chosen)[0]}`", class_args(chosen)
         if path not in self._classes and len(classes) > 1:
             owner, known = "", {n: node for k in classes for n, node in class_args(k).items()}
         args = {n: v for n, v in value.items() if n not in _PARTS} | value.get("init_args", {})
         yield from self._entries(args, known, path, owner)
 
-    def _entries(self, value: Node, known: Node, path: str, owner: str) -> Iterator[Unknown | str]:
+    def _entries(self, value: Node, known: Node, path: str, owner: str) -> Iterator[str]:
         prefix = f"{path}." if path else ""
         for given, inner in value.items():
             name = str(given).rstrip("+")
             if name in known:
                 yield from self._wrong(inner, known[name], prefix + name)
+            elif self._option and not owner:
+                near = _meant(prefix + name, dict(self.options()), "--")
+                yield f"There is no option `{self._option}`.{near}"
             else:
-                names = [prefix + one for one in known if not one.startswith("$")]
-                yield Unknown(prefix + name, names, owner)
+                where = f" (given in `{self._file}`)" if self._file and not owner else ""
+                near = _meant(prefix + name, [prefix + n for n in known if n[0] != "$"])
+                yield f"There is no setting `{prefix}{name}`{owner}{where}.{near}"
 
 
 def alternatives(node: Node) -> Iterator[Node]:
@@ -306,16 +279,6 @@ def alternatives(node: Node) -> Iterator[Node]:
             yield from alternatives(option)
     else:
         yield node
-
-
-def takes_text(node: Node) -> bool:
-    """Whether a setting with classes may be a string that names none."""
-    return any("string" in option.get("type", ()) for option in node.get("anyOf", [node]))
-
-
-def is_mapping(node: Node) -> bool:
-    """Whether a value of this form may be a mapping."""
-    return not node or node.get("type") == "object" or "properties" in node
 
 
 def types(kind: Node) -> list[str]:
@@ -360,24 +323,14 @@ def whole_number(given: str) -> str:
         return ""
 
 
-def _class_path(kind: Node) -> Node:
-    return kind.get("properties", {}).get("class_path", {})
-
-
-def class_args(kind: Node) -> Node:
-    """Return the arguments of a class by their names."""
-    return kind["properties"].get("init_args", {}).get("properties", {})
-
-
 def _meant(key: str, known: Iterable[str], dashes: str = "") -> str:
     """Return what was probably meant; `key` may end with a name of TRL's."""
+
+    def written(setting: str) -> str:
+        return f"`{dashes if setting[0].islower() else ''}{setting}`"
+
     shown = [dashes + name for name in known]
-    name = key.rpartition(".")[2]
-    return suggestion(name, [], partial(_written, dashes)) or did_you_mean(dashes + key, shown)
-
-
-def _written(dashes: str, setting: str) -> str:
-    return f"`{dashes if setting[0].islower() else ''}{setting}`"
+    return suggestion(key.rpartition(".")[2], [], written) or did_you_mean(dashes + key, shown)
 
 
 def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
@@ -391,3 +344,47 @@ def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
             yield option, value
         else:
             yield option, next(rest, "")
+
+
+class KeyTwice(yaml.MarkedYAMLError):  # type: ignore[misc]
+    """A key stands twice."""
+
+
+class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+    """Refuses a key that stands twice, as one of its values would be lost."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Compose a mapping."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (name := (key.tag, key.value)) in lines:
+                problem = (
+                    f"`{key.value}` stands in line {lines[name]} already, and one of the two would "
+                    "be lost. Make them one"
+                )
+                raise KeyTwice(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return node
+
+
+def read_file(given: str) -> tuple[dict[str, Any], str]:
+    """Return the settings in a file, or a sentence about what is wrong with it."""
+    path = Path(given)
+    if not path.is_file():
+        folder = path.parent.glob("*.y*ml") if path.parent.is_dir() else []
+        near = did_you_mean(given, map(str, folder))
+        return {}, f"`--config {path}`: there is no such file.{near}"
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        return {}, f"`{given}`{line} is not valid YAML: {error.problem}."
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return {}, f"`{given}` cannot be read as YAML: {' '.join(str(error).split())}."
+    if content is None:
+        return {}, f"`{given}` is empty. Write settings into it, or leave it out of the command."
+    if not isinstance(content, dict):
+        kind = "list" if isinstance(content, list) else "single value"
+        return {}, f"`{given}` holds a {kind}. It must hold settings, such as `data:`, by name."
+    return content, ""

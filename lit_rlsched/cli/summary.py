@@ -154,7 +154,7 @@ def _output(trainer: Trainer) -> str:
     if any(isinstance(c, RoundCheckpoint | ModelCheckpoint) for c in callbacks):
         what.append("checkpoints")
     if any(isinstance(c, RolloutLogger) for c in callbacks):
-        what.append("completions and pictures")
+        what.append("completions and report")
     if trainer.loggers:
         what.append(f"metrics by {' and '.join(type(one).__name__ for one in trainer.loggers)}")
     return f"{trainer.default_root_dir}: {', '.join(what)}"

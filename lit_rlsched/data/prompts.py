@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain, compress, islice, starmap
 from typing import Any, overload
 
 import numpy as np
@@ -23,7 +23,7 @@ from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches
 from lit_rlsched.settings import ENDS, UsageError
 from lit_rlsched.types import Prompt
 
-_FORMAT = "tokens-3"
+_FORMAT = "tokens-4"
 """Changes when token ids are stored in another way."""
 
 
@@ -34,8 +34,8 @@ class Prompts(Sequence[Prompt]):
         self._rows = rows
         self._tokens = tokens
         self._token_ids = tokens["token_ids"]
-        self._hashes = tokens["hash"]
         self.numbers = numbers
+        """Numbers of their rows, in ascending order."""
         self.lengths: NDArray[np.int32] = pc.list_value_length(self._token_ids).to_numpy()[numbers]
         """Number of tokens of each prompt."""
 
@@ -50,18 +50,14 @@ class Prompts(Sequence[Prompt]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         number = int(self.numbers[at])
-        return self._prompt(number, self._rows[number], self._token_ids[number].as_py())
+        return self._prompt(number, self._rows[number])
 
     def __iter__(self) -> Iterator[Prompt]:
-        wanted = iter(self.numbers.tolist())
-        number = next(wanted, None)
-        for i, row in enumerate(self._rows):
-            if i == number:
-                yield self._prompt(i, row, self._token_ids[i].as_py())
-                number = next(wanted, None)
+        kept = np.isin(np.arange(len(self._rows)), self.numbers)
+        return starmap(self._prompt, compress(enumerate(self._rows), kept))
 
-    def _prompt(self, number: int, row: Row, token_ids: list[int]) -> Prompt:
-        uid = self._rows.uids[number].as_py()
+    def _prompt(self, number: int, row: Row) -> Prompt:
+        uid, token_ids = self._rows.uids[number].as_py(), self._token_ids[number].as_py()
         return Prompt(uid, prompt_of(row), tuple(token_ids), other_columns(row))
 
     def subset(self, positions: Sequence[int]) -> "Prompts":
@@ -82,22 +78,15 @@ class Prompts(Sequence[Prompt]):
         return self[self._index[uid]]
 
     @property
+    def hashes(self) -> NDArray[np.uint64]:
+        """A hash of the tokens of each prompt."""
+        return self._tokens["hash"].to_numpy()[self.numbers]
+
+    @property
     def memory(self) -> int:
         """Bytes of main memory, without what is mapped from disk: indices, lengths and uids."""
         orders = 3 * self.numbers.nbytes  # of uids, and of two passes
         return self.numbers.nbytes + self.lengths.nbytes + 2 * self.uids.nbytes + orders
-
-    def also_in(self, others: "Prompts") -> list[int]:
-        """Positions of the prompts whose tokens are those of a prompt of `others`."""
-        ours, theirs = (p._hashes.to_numpy()[p.numbers] for p in (self, others))
-        order = np.argsort(theirs)
-        places = np.searchsorted(theirs, ours, sorter=order).clip(max=len(theirs) - 1)
-        candidates = order[places]
-        return [
-            int(i)
-            for i in np.flatnonzero(theirs[candidates] == ours)
-            if self[int(i)].token_ids == others[int(candidates[i])].token_ids
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +166,8 @@ def tokenize(
             raise UsageError(f"`{name}_data`: {error}") from error
     train = sets.pop("train", None)
     if train is not None and "val" in sets:
-        shared = [sets["val"][i] for i in sets["val"].also_in(train)]
+        shared_at = np.flatnonzero(np.isin(sets["val"].hashes, train.hashes))
+        shared = [sets["val"][int(i)] for i in shared_at]
         if environments is not None and shared:  # a task is a row, or is made of a seed
             same = {*train.uids.to_pylist()} & {p.uid for p in shared}
             shared = [p for p in shared if p.uid in same and not _is_seeded(p, environments)]
@@ -240,7 +230,8 @@ def make_prompts(
             stacklevel=2,
         )
     settings = chat_template_kwargs or {}
-    if unread := _unread(table, tokenizer, settings):
+    template = str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
+    if unread := _unread(table, template, settings):
         warnings.warn(
             f"{' and '.join(f'`{name}`' for name in unread)}: the "
             f"{'chat template does' if table.has_chats else 'prompts are strings, which do'} not "
@@ -248,34 +239,33 @@ def make_prompts(
             stacklevel=2,
         )
     tokens = mapped(
-        _key(table, tokenizer, settings, environments),
+        _key(table, tokenizer, template, settings, environments),
         lambda: token_batches(table, PromptTokenizer(tokenizer, settings, environments)),
     )
     prompts = Prompts(table, tokens, numbers)
     _check_lengths(prompts, max_prompt_length)
-    if embeddings is not None:
-        _check_known(prompts, tokens["largest"], tokenizer, embeddings)
+    largest = max(pc.max(ids.flatten()).as_py() or 0 for ids in tokens["token_ids"].chunks)
+    if embeddings is not None and largest >= embeddings:
+        for number, prompt in zip(numbers, prompts, strict=True):
+            if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
+                raise UsageError(f"The prompt of row {number} (uid {prompt.uid}) {why}")
     return prompts
 
 
-def _unread(rows: RowTable, tokenizer: Any, settings: Mapping[str, Any]) -> list[str]:
+def _unread(table: RowTable, template: str, settings: Mapping[str, Any]) -> list[str]:
     """Names of template arguments that no prompt depends on."""
-    if not rows.has_chats:
+    if not table.has_chats:
         return [f"chat_template_kwargs.{name}" for name in settings]
-    template = _template(tokenizer, settings)
     more = [name for name in settings if name not in (*ENDS, "chat_template")]
     unread = [f"chat_template_kwargs.{name}" for name in more if name not in template]
-    tools = any("tools" in columns for columns in rows.column_sets)
+    tools = any("tools" in columns for columns in table.column_sets)
     return [*unread, "tools"] if tools and "tools" not in template else unread
-
-
-def _template(tokenizer: Any, settings: Mapping[str, Any]) -> str:
-    return str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
 
 
 def _key(
     rows: RowTable,
     tokenizer: Any,
+    template: str,
     settings: Mapping[str, Any],
     environments: RowTools | None = None,
 ) -> str | None:
@@ -285,7 +275,6 @@ def _key(
         return None
     backend.no_truncation()  # as every call does, but the first call must not change the key
     backend.no_padding()
-    template = _template(tokenizer, settings)
     return digest(
         _FORMAT,
         rows.key,
@@ -319,12 +308,3 @@ def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:
             "Prompts are never cut: filter or shorten them, or make room (a smaller "
             "`max_completion_length`, a model with a longer context)."
         )
-
-
-def _check_known(
-    prompts: Prompts, largest: pa.ChunkedArray, tokenizer: Any, embeddings: int
-) -> None:
-    for at in np.flatnonzero(largest.to_numpy()[prompts.numbers] >= embeddings).tolist():
-        prompt = prompts[at]
-        if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
-            raise UsageError(f"The prompt of row {prompts.numbers[at]} (uid {prompt.uid}) {why}")

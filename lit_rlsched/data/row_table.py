@@ -5,11 +5,12 @@ import json
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from lit_rlsched.data.messages import PROMPT_COLUMNS, columns_of, normalized, prompt_of
+from lit_rlsched.data.messages import columns_of, normalized, prompt_of
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import stable_hash
 
@@ -76,20 +77,10 @@ def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> 
     """
     if key is None or not _writable(cache_folder()):
         with TemporaryDirectory(prefix="lit_rlsched-") as folder:
-            path = Path(folder, "rows.arrow")
-            _write(path, batches())
-            return _map(path)  # the mapping outlives the name of the file
+            return _written(Path(folder, "rows.arrow"), batches())  # the mapping outlives its name
     path = cache_folder() / f"{key}.arrow"
     with FileLock(f"{path}.lock"):
-        if not path.exists():
-            unfinished = path.with_suffix(".unfinished")
-            try:
-                _write(unfinished, batches())
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            unfinished.replace(path)
-    return _map(path)
+        return _map(path) if path.exists() else _written(path, batches())
 
 
 def _writable(folder: Path) -> bool:
@@ -105,15 +96,18 @@ def digest(*parts: object) -> str:
     return hashlib.sha256("\x1f".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
-    writer = None
-    with path.open("wb") as file:
-        for batch in batches:
-            if writer is None:
-                writer = pa.ipc.new_stream(file, batch.schema)
-            writer.write_batch(batch)
-        assert writer is not None, "no rows"
-        writer.close()
+def _written(path: Path, batches: Iterator[pa.RecordBatch]) -> pa.Table:
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        first = next(batches)
+        with pa.ipc.new_stream(str(unfinished), first.schema) as writer:
+            for batch in chain([first], batches):
+                writer.write_batch(batch)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    unfinished.replace(path)
+    return _map(path)
 
 
 def _map(path: Path) -> pa.Table:
@@ -130,51 +124,36 @@ def _map(path: Path) -> pa.Table:
 Row = dict[str, Any]
 
 
-class RowTable(Sequence[Row]):
-    """Rows of a data set."""
+class RowTable:
+    """Rows of a data set, with their uids.
 
-    def __init__(
-        self, table: pa.Table, key: str | None, objects: Sequence[Row] | None = None
-    ) -> None:
+    The rows are a list, a `datasets.Dataset`, or JSON in the column `row` of the table.
+    """
+
+    def __init__(self, table: pa.Table, key: str | None, rows: Any = None) -> None:
         self._table = table
         self.key = key
-        self._objects = objects
+        self._rows = rows
 
     def __len__(self) -> int:
         return self._table.num_rows
 
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | list[Row]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        if self._objects is not None:
-            return self._objects[at]
-        return _decoded(self._table["row"][int(at)].as_py())
+    def __getitem__(self, at: int) -> Row:
+        if self._rows is None:
+            return normalized(json.loads(self._table["row"][int(at)].as_py()))
+        return normalized(self._rows[int(at)])
 
     def __iter__(self) -> Iterator[Row]:
-        if self._objects is not None:
-            yield from self._objects
-            return
-        for start in range(0, len(self), BATCH):
-            yield from map(_decoded, self._table["row"].slice(start, BATCH).to_pylist())
-
-    def prompts(self, start: int, stop: int) -> list[Row]:
-        """The columns of some rows that decide the tokens of their prompts."""
-        if self._objects is not None:
-            return [*self._objects[start:stop]]
-        rows = self._table["row"].slice(start, stop - start)
-        if not pa.types.is_struct(rows.type):
-            return [*map(_decoded, rows.to_pylist())]
-        names = [name for name in PROMPT_COLUMNS if rows.type.get_field_index(name) >= 0]
-        if not names:
-            return [{}] * len(rows)
-        columns = [pc.struct_field(rows, name).to_pylist() for name in names]
-        return [
-            normalized(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)
-        ]
+        rows = self._rows
+        if rows is None:
+            rows = (json.loads(text.as_py()) for text in self._table["row"])
+        elif not isinstance(rows, list | tuple):  # by column: a fifth of the time
+            rows = (
+                dict(zip(batch, values, strict=True))
+                for batch in rows.iter(BATCH)
+                for values in zip(*batch.values(), strict=True)
+            )
+        return map(normalized, rows)
 
     @cached_property
     def uids(self) -> pa.StringArray:
@@ -184,12 +163,10 @@ class RowTable(Sequence[Row]):
     @cached_property
     def _forms(self) -> list[tuple[bool, tuple[str, ...], int, int]]:
         """Chat or not, columns, first row and number of rows, of each form that rows have."""
-        names = self._table["names"].combine_chunks()
-        numbers, counts = np.unique(_first(names), return_counts=True)
-        forms = []
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            chat, columns = json.loads(names[number].as_py())
-            forms.append((chat, tuple(columns), number, count))
+        names, forms = self._table["form"], []
+        for form, count in zip(*names.value_counts().flatten(), strict=True):
+            chat, columns = json.loads(form.as_py())
+            forms.append((chat, tuple(columns), pc.index(names, form).as_py(), count.as_py()))
         return forms
 
     @property
@@ -233,22 +210,14 @@ class RowTable(Sequence[Row]):
 
     def told_apart(self) -> "RowTable":
         """Return the table with another uid for each of equal rows: its own, `UID-1`, `UID-2`..."""
-        first = _first(self.uids)
-        repeated = first != np.arange(len(self))
-        repeated &= ~self._table["given"].to_numpy()
-        uids, found = self.uids.to_pylist() if repeated.any() else [], Counter[int]()
-        for number in np.flatnonzero(repeated).tolist():
-            found[first[number]] += 1
-            uids[number] += f"-{found[first[number]]}"
-        if not uids:
-            return self
+        uids, found = self.uids.to_pylist(), Counter[str]()
+        for number, (uid, given) in enumerate(zip(uids, self._table["given"], strict=True)):
+            if found[uid] and not given.as_py():
+                uids[number] += f"-{found[uid]}"
+            found[uid] += 1
         place = self._table.schema.get_field_index("uid")
         table = self._table.set_column(place, "uid", pa.array(uids, pa.string()))
-        return RowTable(table, self.key, self._objects)
-
-
-def _decoded(row: Any) -> Row:
-    return normalized(json.loads(row) if isinstance(row, str) else row)
+        return RowTable(table, self.key, self._rows)
 
 
 def _first(values: pa.StringArray) -> NDArray[np.int64]:
@@ -258,28 +227,19 @@ def _first(values: pa.StringArray) -> NDArray[np.int64]:
     return first[codes]
 
 
-def record_batch(
-    rows: Sequence[Row], first: int, stored: Iterable[str] | pa.StructArray
-) -> pa.RecordBatch:
-    """Make a batch of a table."""
-    uids, given, names = [], [], []
-    named: dict[tuple[bool, tuple[str, ...]], str] = {}
-    for number, row in enumerate(rows, start=first):
-        uids.append(row_uid(row, number))
-        given.append(row.get("uid") is not None)
-        form = not isinstance(prompt_of(row), str), columns_of(row)
-        if form not in named:
-            named[form] = json.dumps([form[0], [str(name) for name in form[1]]])
-        names.append(named[form])
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(uids, pa.string()),
-            pa.array(given, pa.bool_()),
-            pa.array(names, pa.string()),
-            stored if isinstance(stored, pa.StructArray) else pa.array(stored, pa.large_string()),
-        ],
-        names=["uid", "given", "names", "row"],
-    )
+def record_batch(rows: Sequence[Row], first: int, texts: Sequence[str] = ()) -> pa.RecordBatch:
+    """Make a batch of a table: uid, whether it was given, form, and JSON if there is some."""
+    columns = {
+        "uid": pa.array([row_uid(row, i) for i, row in enumerate(rows, first)], pa.string()),
+        "given": pa.array([row.get("uid") is not None for row in rows], pa.bool_()),
+        "form": pa.array([_form(type(prompt_of(row)) is not str, columns_of(row)) for row in rows]),
+    }
+    return pa.record_batch(columns | ({"row": pa.array(texts, pa.large_string())} if texts else {}))
+
+
+@lru_cache
+def _form(chat: bool, columns: tuple[Any, ...]) -> str:
+    return json.dumps([chat, [*map(str, columns)]])
 
 
 def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:

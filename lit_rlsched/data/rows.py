@@ -1,10 +1,14 @@
-"""Rows of prompts, read from files, folders, data sets and tasks into memory-mapped Arrow."""
+"""Rows of prompts, read from files, folders, data sets and tasks.
+
+What libraries raise meanwhile becomes an error that names the data, row and column.
+"""
 
 import hashlib
 import json
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,16 +17,6 @@ from typing import Any
 import pyarrow as pa
 
 from lit_rlsched.data.messages import NO_PROMPT, normalized
-from lit_rlsched.data.reading import (
-    decoded,
-    each,
-    for_each,
-    json_of,
-    located,
-    naming,
-    of_batch,
-    read_json,
-)
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
@@ -32,20 +26,26 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
-_FORMAT = "rows-4"
+_FORMAT = "rows-5"
 """Changes when rows are stored in another way."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
 """Columns that other trainers give to the model beside the prompt."""
-_AS_STORED = ("Value", "ClassLabel", "Translation", "TranslationVariableLanguages")
-"""Features of `datasets` whose values Arrow stores as they are."""
+_OTHER_FORMATS = {
+    b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
+    b"\xff\xfe": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
+    b"\xfe\xff": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
+}
+At = Callable[[int], str]
+"""Says where the row with a number is."""
 
 
 def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     """Read rows that have a `prompt`, optionally a `uid`, and columns for the reward functions.
 
-    The first call writes them to an Arrow file in the cache of `datasets`; further calls on the
-    same content map that file. Rows with values that JSON cannot hold stay in memory.
+    The first call writes them, or for a `datasets.Dataset` their uids, to an Arrow file in the
+    cache of `datasets`; further calls on the same content map that file. Rows of a list with
+    values that JSON cannot hold stay in memory.
 
     The rows of a `datasets.Dataset` are those of `dataset[i]`: decoded, and with its transform,
     applied once. Formats such as `torch` are left out: rows have plain Python values. Messages are
@@ -63,6 +63,8 @@ def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
 def _load(spec: Rows | Any) -> RowTable:
     if isinstance(spec, str | Path):
         return _read(str(spec))
+    if isinstance(spec, list | tuple):
+        return _of_list(spec, "rows")
     spec = _one_split(spec, type(spec).__name__)
     if is_stream(spec):
         raise UsageError(
@@ -74,8 +76,6 @@ def _load(spec: Rows | Any) -> RowTable:
         return _of_dataset(spec.dataset(), type(spec).__name__)
     if isinstance(spec, PromptTask):
         return _of_list(spec.rows(), type(spec).__name__)
-    if isinstance(spec, list | tuple):
-        return _of_list(spec, "rows")
     if hasattr(spec, "with_format") and hasattr(spec, "to_list"):
         return _of_dataset(spec, type(spec).__name__)
     raise UsageError(
@@ -119,9 +119,7 @@ def _read(spec: str) -> RowTable:
             key = digest(_FORMAT, path.suffix, hashlib.file_digest(file, "sha256").hexdigest())
         if path.suffix == ".jsonl":
             return RowTable(mapped(key, lambda: _of_lines(path)), key)
-        if _is_encoded_parquet(path):
-            return _of_rows(lambda: _open_parquet(path, key), key, spec)
-        return RowTable(mapped(key, lambda: _of_tables(_read_parquet(path), spec)), key)
+        return _of_dataset(_open_parquet(path, key), spec)
     if path.exists() or path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
         problem = "has a format that cannot be read" if path.exists() else "does not exist"
         raise UsageError(
@@ -133,93 +131,48 @@ def _read(spec: str) -> RowTable:
 
 
 def _of_dataset(data: Any, name: str) -> RowTable:
+    at = partial(_at, name)
+    _check_some(len(data), name)
     form = data.format
     if form["type"] == "custom":  # a transform, which may give other values each time
-        return _of_list([*each(data, partial(_at, name))], name)
+        return _of_list([*each(data, at)], name)
     if not form["output_all_columns"] and {*form["columns"]} != {*data.column_names}:
         data = data.select_columns(form["columns"])
     key = digest(_FORMAT, data._fingerprint, len(data))
-    if _is_encoded(data.features):
-        return _of_rows(lambda: data.with_format(None), key, name)
-    tables = data.with_format("arrow").iter(BATCH)
-    return RowTable(mapped(key, lambda: _of_tables(tables, name)), key)
-
-
-def _is_encoded(feature: Any) -> bool:
-    """Whether a feature of `datasets` stores values in another form, such as JSON as text."""
-    if isinstance(feature, Mapping):
-        return any(map(_is_encoded, feature.values()))
-    if (inner := getattr(feature, "feature", None)) is not None:  # of a list
-        return _is_encoded(inner)
-    return type(feature).__name__ not in _AS_STORED
-
-
-class _NotJson(Exception):
-    pass
-
-
-def _of_rows(opened: Callable[[], Iterable[Any]], key: str, name: str) -> RowTable:
-    """Store the rows of a `datasets.Dataset` that decodes them as JSON."""
+    data = data.with_format(None)
+    data.data.validate(full=True)  # values outside a damaged file would end the process
 
     def batches() -> Iterator[pa.RecordBatch]:
-        rows, first = each(opened(), partial(_at, name)), 0
+        rows, first = each(data, lambda number: at(number) + _bad_column(data, number)), 0
         while some := [*islice(rows, BATCH)]:
-            some = _checked(some, name, first)
-            if not _are_json(some, name, first):
-                raise _NotJson
-            yield record_batch(some, first, _dumped(some, name, first))
+            yield record_batch(_checked(some, name, first), first)
             first += len(some)
-        _check_some(first, name)
 
-    try:
-        return RowTable(mapped(key, batches), key)
-    except _NotJson:
-        return _of_list([*each(opened(), partial(_at, name))], name)
+    return RowTable(mapped(key, batches), key, data)
 
 
-def _of_tables(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]:
-    first, at = 0, partial(_at, name)
-    for table in each(map(_valid, tables), at):
-        for batch in table.combine_chunks().to_batches(BATCH):
-            rows = _checked(of_batch(batch, at, first), name, first)
-            yield record_batch(rows, first, batch.to_struct_array())
-            first += len(rows)
-    _check_some(first, name)
-
-
-def _valid(table: pa.Table) -> pa.Table:
-    """Refuse what would end the process: places of values outside a damaged file."""
-    table.validate(full=True)
-    return table
+def _bad_column(data: Any, number: int) -> str:
+    """Say which column of a row cannot be read."""
+    for name in data.column_names:
+        try:
+            data.select_columns([name])[number]
+        except Exception:
+            return f", column `{name}`,"
+    return ""
 
 
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
     _check_some(len(rows), name)
-    rows = _checked(rows, name)
-    if not _are_json(rows, name):
-        for_each(lambda row, _: pickle.dumps(row), rows, partial(_at, name))  # rewards get them
-        batch = record_batch(rows, 0, [""] * len(rows))
-        return RowTable(pa.Table.from_batches([batch]), None, rows)
-    content = hashlib.sha256()
-    for first in range(0, len(rows), BATCH):
-        for text in _dumped(rows[first : first + BATCH], name, first):
-            content.update(text.encode() + b"\n")
-    key = digest(_FORMAT, content.hexdigest())
-    return RowTable(mapped(key, lambda: _batches(rows)), key)
-
-
-def _batches(rows: Sequence[Row]) -> Iterator[pa.RecordBatch]:
-    for first in range(0, len(rows), BATCH):
-        some = rows[first : first + BATCH]
-        yield record_batch(some, first, list(map(json.dumps, some)))
-
-
-def _are_json(rows: Sequence[Row], name: str, first: int = 0) -> bool:
-    return all(for_each(lambda row, _: is_json(row), rows, partial(_at, name), first))
-
-
-def _dumped(rows: Sequence[Row], name: str, first: int = 0) -> list[str]:
-    return for_each(lambda row, _: json.dumps(row), rows, partial(_at, name), first)
+    rows, at = _checked(rows, name), partial(_at, name)
+    if not all(for_each(lambda row, _: is_json(row), rows, at)):
+        for_each(lambda row, _: pickle.dumps(row), rows, at)  # rewards get them
+        return RowTable(pa.Table.from_batches([record_batch(rows, 0)]), None, rows)
+    texts = for_each(lambda row, _: json.dumps(row), rows, at)
+    key = digest(_FORMAT, *texts)
+    firsts = range(0, len(rows), BATCH)
+    slices = [(slice(first, first + BATCH), first) for first in firsts]
+    batches = (record_batch(rows[some], first, texts[some]) for some, first in slices)
+    return RowTable(mapped(key, lambda: batches), key)
 
 
 def is_json(value: Any) -> bool:
@@ -255,32 +208,20 @@ def _of_lines(path: Path) -> Iterator[pa.RecordBatch]:
     _check_some(first + len(rows), str(path))
 
 
-def _read_parquet(path: Path) -> Iterator[pa.Table]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(path) as file:
-        yield from map(pa.Table.from_batches, ([batch] for batch in file.iter_batches(BATCH)))
-
-
-def _is_encoded_parquet(path: Path) -> bool:
-    """Whether a file has values that `datasets` decodes, by its metadata or Arrow's JSON type."""
-    import pyarrow.parquet
-
-    schema = pyarrow.parquet.read_schema(path)
-    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
-        raise UsageError(f"`{path}` has two columns `{twice[0]}`. Rename or remove one of them.")
-    if b"huggingface" not in (schema.metadata or {}) and "extension<" not in str(schema):
-        return False
-    from datasets import Features
-
-    return _is_encoded(Features.from_arrow_schema(schema))
-
-
 def _open_parquet(path: Path, key: str) -> Any:
     import pyarrow.parquet
     from datasets import Dataset
+    from datasets.table import InMemoryTable
 
-    return Dataset(pyarrow.parquet.read_table(path), fingerprint=key)
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(
+                f"`{path}` has two columns `{twice[0]}`. Rename or remove one of them."
+            )
+        _check_some(file.metadata.num_rows, str(path))
+        table = mapped(digest("parquet", key), lambda: file.iter_batches(BATCH))
+    return Dataset(InMemoryTable(table), fingerprint=key)
 
 
 def _open_folder(path: Path) -> Any:
@@ -379,3 +320,132 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_empty, value))
     return value is None or value == ""
+
+
+@contextmanager
+def located(at: Callable[[], str]) -> Iterator[None]:
+    """Let what a library raises in the block say where the data are."""
+    try:
+        yield
+    except (UsageError, MemoryError):
+        raise
+    except Exception as error:
+        raise unreadable(at(), error) from error
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let whatever is raised in the block name the data set."""
+    try:
+        with located(lambda: f"`{name}`"):
+            yield
+    except UsageError as error:
+        if name in str(error):
+            raise
+        raise UsageError(f"`{name}`: {error}") from error
+
+
+def unreadable(at: str, error: Exception) -> UsageError:
+    """Return the error of data that a library cannot read; `at` says where they are."""
+    why = f"{error!s:.300}".strip().rstrip(".")
+    if isinstance(error, RecursionError):
+        why = "lists or dicts are nested too deeply"
+    return UsageError(
+        f"{at} cannot be read ({type(error).__name__}: {why}). Repair it or leave it out; a file "
+        "may have been cut short."
+    )
+
+
+def each(rows: Iterable[Any], at: At) -> Iterator[Any]:
+    """Yield rows, or batches of them: an error names the row behind those that were yielded."""
+    iterator, number = iter(rows), 0
+    while True:
+        with located(partial(at, number)):
+            try:
+                row = next(iterator)
+            except StopIteration:
+                return
+        yield row
+        number += getattr(row, "num_rows", 1)
+
+
+def for_each(
+    call: Callable[[Any, int], Any], rows: Iterable[Any], at: At, first: int = 0
+) -> list[Any]:
+    """Call a function with each row and its number: an error names the row, and the column."""
+    row, number, results = None, first, []
+    with located(lambda: f"{at(number)}{_column(call, row, number)}"):
+        for number, row in enumerate(rows, start=first):
+            results.append(call(row, number))
+    return results
+
+
+def _column(call: Callable[[Any, int], Any], row: Any, number: int) -> str:
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        try:
+            call({name: value}, number)
+        except UsageError:
+            pass
+        except Exception:
+            return f", column `{name}`,"
+    return ""
+
+
+def json_of(text: str) -> Any:
+    """Read JSON, and refuse an object that has a key twice, as one of its values would be lost."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the key `{twice}` twice")
+    return found
+
+
+def read_json(path: Path, at: At) -> list[Any]:
+    """Read a file that holds a list of rows."""
+    text = decoded(path.read_bytes(), path)
+    try:
+        rows = json_of(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise unreadable(_place(text, path, at), error) from error
+    if not isinstance(rows, list):
+        raise UsageError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
+    return rows
+
+
+def _place(text: str, path: Path, at: At) -> str:
+    """Say which row of a JSON file cannot be read."""
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    number, position = 0, text.find("[") + 1
+    while True:
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,"))
+        try:
+            _, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:
+            return f"`{path}`"
+        except (ValueError, RecursionError):
+            return at(number)
+        number += 1
+
+
+def decoded(raw: bytes, path: Path, line: int = 1) -> str:
+    """Decode UTF-8, without a byte order mark; `line` is the number of the first line in `raw`."""
+    if line == 1 and raw[:2] in _OTHER_FORMATS:
+        what, fix = _OTHER_FORMATS[raw[:2]]
+        raise UsageError(f"`{path}`, line 1: the file {what}, not UTF-8. {fix}")
+    try:
+        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        number = line + raw.count(b"\n", 0, error.start)
+        raise UsageError(
+            f"`{path}`, line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}). If the file is "
+            "Latin-1, convert it: `iconv -f LATIN1 -t UTF-8`."
+        ) from None

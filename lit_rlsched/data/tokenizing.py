@@ -1,14 +1,10 @@
-"""Token ids of prompts: batches of rows are tokenised in threads, into arrays."""
+"""Token ids of prompts, as arrays."""
 
-import os
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,19 +12,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from lit_rlsched.data.messages import prompt_of, template_arguments, tool_arguments
-from lit_rlsched.data.row_table import BATCH, Row, RowTable
+from lit_rlsched.data.row_table import Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
-_MOST_THREADS = 16
-"""More would wait for Python's lock."""
-_OWN_THREADS = "TOKENIZERS_PARALLELISM"
-"""Variable with which the tokenizer's Rust part decides at each call whether to use its threads."""
 _MARK = "\N{REPLACEMENT CHARACTER}observation\N{REPLACEMENT CHARACTER}"
 """Stands for what an environment adds to a prompt."""
 _TAIL = 8
 """Tokens before it that it may change, as it may be merged with them."""
-_AT_ONCE = 100
-"""Prompts per call of the tokenizer. A call needs about 100 bytes a token."""
+_BATCH = 200
+"""Prompts per call of the tokenizer, which needs about 100 bytes a token."""
 
 
 class RowTools(Protocol):
@@ -50,9 +42,7 @@ class PromptTokenizer:
 
     Chat messages go through the chat template; `template_arguments` says with what. A string gets
     the tokenizer's leading special tokens, such as BOS, unless it begins with them. Trailing ones,
-    such as EOS, are left out: a completion would begin after the end. If the tokenizer only calls
-    its Rust part, we call that directly: Python then makes one list for each prompt, and no masks
-    and offsets.
+    such as EOS, are left out: a completion would begin after the end.
     """
 
     def __init__(
@@ -65,15 +55,6 @@ class PromptTokenizer:
         self._environments = environments
         self._settings = settings or {}
         check_template_kwargs(self._settings)
-        self._backend = None
-        if _is_plain(tokenizer):
-            self._backend = tokenizer.backend_tokenizer
-            self._backend.no_truncation()  # as `tokenizer(text)` does
-            self._backend.no_padding()
-            self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        threads = min((os.cpu_count() or 1) + 1, _MOST_THREADS)  # one waits for Python's lock
-        self.threads = 1 if self._backend is None else threads
-        """Number of threads that may call it at the same time."""
 
     def __call__(self, rows: Sequence[Row]) -> "list[array[int]]":
         """Return the token ids of each prompt, without the end that an environment may change."""
@@ -131,9 +112,6 @@ class PromptTokenizer:
             if observes:
                 yield from self._begun([_marked(chat) for chat in chats], template)
                 continue
-            if self._backend is not None:
-                yield from self._encoded(template(chats, tokenize=False))
-                continue
             ids = template(
                 chats,
                 tokenize=True,
@@ -162,15 +140,9 @@ class PromptTokenizer:
     def _encoded(
         self, texts: list[str], add_special_tokens: bool = False
     ) -> "Iterator[array[int]]":
-        if self._backend is None:
-            settings = {"return_attention_mask": False, "add_special_tokens": add_special_tokens}
-            ids = self._tokenizer(text=texts, **settings)["input_ids"]
-            yield from (array("i", one) for one in ids)
-            return
-        for first in range(0, len(texts), _AT_ONCE):
-            some = texts[first : first + _AT_ONCE]
-            for one in self._backend.encode_batch_fast(some, add_special_tokens=add_special_tokens):
-                yield array("i", one.ids)
+        settings = {"return_attention_mask": False, "add_special_tokens": add_special_tokens}
+        for ids in self._tokenizer(text=texts, **settings)["input_ids"]:
+            yield array("i", ids)
 
 
 def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | None:
@@ -191,70 +163,27 @@ def _marked(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + _MARK}]
 
 
-def _is_plain(tokenizer: Any) -> bool:
-    """Whether a tokenizer only calls its Rust part."""
-    from transformers import PreTrainedTokenizerFast as plain
-
-    kind = type(tokenizer)
-    return (
-        isinstance(tokenizer, plain)
-        and not hasattr(tokenizer, "_switch_to_input_mode")
-        and all(
-            getattr(kind, name) is getattr(plain, name)
-            for name in ("__call__", "_encode_plus", "apply_chat_template", "backend_tokenizer")
-        )
-    )
-
-
 def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.RecordBatch]:
-    """Yield the columns `token_ids`, `hash` and `largest` of rows, in their order.
-
-    `largest` is the largest token id of all prompts in the row's batch.
-    The batches are made in threads: the tokenizer's Rust part releases Python's lock.
-    """
-    bar = tqdm(  # from two seconds on, in a terminal only
-        total=len(rows), desc="Tokenizing prompts", delay=2, leave=False, disable=None
+    """Yield the columns `token_ids` and `hash` of rows, in their order."""
+    numbered = tqdm(  # from two seconds on, in a terminal only
+        enumerate(rows),
+        total=len(rows),
+        desc="Tokenizing prompts",
+        delay=2,
+        leave=False,
+        disable=None,
     )
-    alone = _without_own_threads() if tokenize.threads > 1 else nullcontext()
-    with bar, alone, ThreadPoolExecutor(tokenize.threads) as threads:
-        waiting = deque[Future[pa.RecordBatch]]()
-        for start in range(0, len(rows), BATCH):
-            waiting.append(threads.submit(_token_batch, rows, start, tokenize))
-            if len(waiting) > tokenize.threads:
-                yield from _next(waiting, bar)
-        while waiting:
-            yield from _next(waiting, bar)
+    unread = iter(numbered)
+    while some := [*islice(unread, _BATCH)]:
+        yield _token_batch(tokenize, some)
 
 
-@contextmanager
-def _without_own_threads() -> Iterator[None]:
-    """Let the tokenizer work in its callers' threads, which takes a tenth fewer CPU seconds.
-
-    `datasets.map` sets the same variable for its processes.
-    """
-    before = os.environ.get(_OWN_THREADS)
-    os.environ[_OWN_THREADS] = "false"
+def _token_batch(tokenize: PromptTokenizer, numbered: Sequence[tuple[int, Row]]) -> pa.RecordBatch:
+    rows = [row for _, row in numbered]
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_OWN_THREADS]
-        else:
-            os.environ[_OWN_THREADS] = before
-
-
-def _next(waiting: deque[Future[pa.RecordBatch]], bar: Any) -> Iterator[pa.RecordBatch]:
-    batch = waiting.popleft().result()
-    yield batch
-    bar.update(batch.num_rows)
-
-
-def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.RecordBatch:
-    some = rows.prompts(start, start + BATCH)
-    try:
-        whole = tokenize.whole(some)
+        whole = tokenize.whole(rows)
     except Exception:
-        for number, row in enumerate(some, start):
+        for number, row in numbered:
             try:
                 tokenize([row])
             except Exception as error:
@@ -264,12 +193,10 @@ def _token_batch(rows: RowTable, start: int, tokenize: PromptTokenizer) -> pa.Re
                 ) from error
         raise
     hashes = b"".join(blake2b(one, digest_size=8).digest() for one in whole)
-    ids = tokenize.begun(some, whole)
+    ids = tokenize.begun(rows, whole)
     ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-    flat = np.frombuffer(b"".join(ids), np.int32)
     columns = {
-        "token_ids": pa.ListArray.from_arrays(ends, flat),
+        "token_ids": pa.ListArray.from_arrays(ends, np.frombuffer(b"".join(ids), np.int32)),
         "hash": np.frombuffer(hashes, ">u8").astype(np.uint64),
-        "largest": np.full(len(ids), flat.max(initial=0)),
     }
     return pa.record_batch(columns)

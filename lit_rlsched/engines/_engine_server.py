@@ -5,7 +5,6 @@ import pickle
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,7 +51,6 @@ class Server:
         """Number of steps that it may still make without being asked."""
         self._asked = 0
         """Number of the message that is answered."""
-        self._began = 0.0
 
     def serve(self, inbox: Inbox) -> None:
         """Answer messages until the trainer sends `close` or is gone."""
@@ -73,7 +71,6 @@ class Server:
 
     def handle(self, message: Sequence[Any] | None) -> bool:
         """Answer a message or, without one, let the worker step; return False after `close`."""
-        self._began = time.monotonic()
         try:
             if message is None:
                 self._asked = self._ahead
@@ -128,13 +125,6 @@ class Server:
         """Change the number of steps that it may make; a negative number takes some back."""
         self._allowed += steps
 
-    def suspend(self, keep: bool) -> None:
-        """Stop the worker, so that other weights can be loaded."""
-        assert self._worker is not None
-        self._ahead = 0
-        self._worker.suspend(keep)
-        self._send(None)
-
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
         assert self._worker is not None
@@ -143,7 +133,7 @@ class Server:
         self._send(None)
 
     def _send(self, value: Any, raised: bool = False) -> None:
-        answer = (self._asked, raised, value, time.monotonic() - self._began)
+        answer = self._asked, raised, value
         self.outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
 

@@ -6,9 +6,8 @@ version.
 
 import os
 import queue
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 STREAM = 10_000
@@ -21,21 +20,9 @@ class EngineActor:
     Calls of an actor with several threads may overtake each other, so messages are numbered.
     """
 
-    def __init__(
-        self,
-        version: str,
-        environment: Mapping[str, str | None],
-        path: Sequence[str],
-        cores: Sequence[int],
-    ) -> None:
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ.setdefault(name, value)  # Ray sets the engine's GPUs
-        sys.path.extend(entry for entry in path if entry not in sys.path)
-        if cores and hasattr(os, "sched_setaffinity"):  # before torch counts the cores
-            os.sched_setaffinity(0, cores)
+    def __init__(self, version: str, hidden: Sequence[str]) -> None:
+        for name in hidden:
+            os.environ.pop(name, None)
         self._lock = threading.Lock()
         self._early: dict[int, Any] = {}
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -85,7 +85,8 @@ OF_THE_RUN = {
     ),
     "pipeline_parallel_size": "use `tensor_parallel_size`",
     "data_parallel_size": "an engine is one replica",
-    "speculative_config": "vLLM would draw other tokens; `Speculation` changes none",
+    "speculative_config": "on a CPU vLLM's rejection sampler draws wrongly at temperature 1, and "
+    "elsewhere nothing of this package has been checked with it",
     "weight_transfer_config": "use `ProcessEngine(VLLMEngine(), weight_transfer=...)`",
     "distributed_executor_backend": "it follows from `tensor_parallel_size`; "
     "`ProcessEngine(VLLMEngine())` runs the engine in another process",
@@ -206,16 +207,11 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
 
 
 def batched_tokens(engine: Settings, spec: EngineSpec) -> int:
-    """Maximum number of tokens per step: at least one for each running request.
-
-    Draft tokens come on top: they delay no prefill.
-    """
+    """Maximum number of tokens per step: at least one for each running request."""
     most = max(spec.slots, engine.engine_kwargs.get("max_num_seqs") or 0)
-    drafts = spec.drafting
-    drafted = 0 if drafts is None else drafts.tokens * min(drafts.while_running, spec.slots)
     if spec.device.type == "cpu":
-        return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len) + drafted
-    return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len)) + drafted
+        return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len)
+    return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len))
 
 
 def full_cache(engine: Settings, spec: EngineSpec) -> int:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from lit_rlsched.engines.gpu_setup import unseen_gpu
+from lit_rlsched.engines.devices import unseen_gpu
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.processes import require_linux
 from lit_rlsched.settings import UsageError

@@ -5,12 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
-from lit_rlsched.engines.placement import check_devices
+from lit_rlsched.engines.devices import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
-from lit_rlsched.scheduling.speculation import DraftCounts, DraftTokens
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -52,10 +51,6 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether `now` advances only with the engine's steps."""
     clock_offset = 0.0
     """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
-    keeps_cache = False
-    """Whether it has `update_weights`."""
-    speculates = False
-    """Whether it drafts and verifies tokens with `EngineSpec.drafting`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -168,15 +163,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        """Load the policy's weights while requests run, which keep their caches.
-
-        The new weights draw their further tokens with keys and values of the old ones, so these are
-        draws of neither policy. Requests that are submitted later never read what the old weights
-        cached.
-        """
-        raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
-
     def policy_changes(self) -> None:
         """Note that the policy is trained from here on, before the engine has ended its round."""
 
@@ -202,17 +188,11 @@ class RolloutEngine(RemembersInit, ABC):
         """Free everything; safe to call twice."""
 
 
-NO_DRAFTS = DraftCounts()
-"""Counts of an engine without draft tokens: made once, and not in every step."""
-
-
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
-    keeps_cache = True
     _held: Sized
     """What each running request holds."""
-    _drafts: DraftTokens | None = None
 
     def _forget_counts(self) -> None:
         self._preemptions = self._decode_steps = self._prefill_tokens = self._cached_tokens = 0
@@ -220,7 +200,6 @@ class SlotEngine(RolloutEngine):
     def _stats(
         self, kv_tokens: int, running: int, waiting: int = 0, step_kv_tokens: int | None = None
     ) -> EngineStats:
-        drafts = NO_DRAFTS if self._drafts is None else self._drafts.counts
         return EngineStats(
             running,
             waiting,
@@ -230,19 +209,15 @@ class SlotEngine(RolloutEngine):
             self._decode_steps,
             self._prefill_tokens,
             self._cached_tokens,
-            drafts.proposed,
-            drafts.accepted,
-            drafts.failures,
         )
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
-        self.update_weights(named_tensors, version)
-        self._forget_old_weights()
+        self._load_weights(named_tensors, version)
 
-    def _forget_old_weights(self) -> None:
-        if self._drafts is not None:
-            self._drafts.forget()
+    @abstractmethod
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+        """Load the policy's weights."""
 
     def _refuse_when_running(self, what: str) -> None:
         if self._held:

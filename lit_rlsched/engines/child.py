@@ -1,5 +1,6 @@
 """The trainer's side of an engine's process: the messages, the time limits and the end."""
 
+import math
 import os
 import pickle
 import subprocess
@@ -15,20 +16,11 @@ import cloudpickle
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.spec import EngineBroken, EngineDied
 from lit_rlsched.processes import ChildProcess, how_it_ended
-from lit_rlsched.scheduling.time_limits import AnswerTimeouts, RunningClock
-from lit_rlsched.scheduling.trace import Step
 from lit_rlsched.settings import UsageError
 
-TIMED = (
-    "start",
-    "sync_weights",
-    "update_weights",
-    "join_transfer",
-    "receive_weights",
-    "sleep",
-    "wake",
-)
-"""Messages with a time limit of their own; the limit of all others is that of a step."""
+START, ANSWER = 1800.0, 600.0
+"""Seconds for an engine to start, and for any other answer, after which it counts as hanging: the
+first step of a kind may compile, and weights may be large."""
 LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -47,18 +39,24 @@ TICK = 1.0
 
 
 class Watch:
-    """A thread that kills a process which takes too long to answer, so that the wait ends."""
+    """A thread that kills a process which takes too long to answer, so that the wait ends.
+
+    Time in which this process was stopped, or the machine slept, does not count: at most `TICK`
+    from one look to the next.
+    """
 
     def __init__(self, kill: Callable[[float], None]) -> None:
         self._kill = kill
-        self._wait: tuple[RunningClock, Callable[[], float]] | None = None
+        self._wait: list[float] | None = None
+        """Seconds of the current wait; None: nobody waits."""
+        self._limit: Callable[[], float] = lambda: math.inf
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="engine-watch").start()
 
     @contextmanager
     def waiting(self, limit: Callable[[], float]) -> Iterator[None]:
         """Watch the wait inside; `limit` returns the maximum seconds and is asked at each tick."""
-        self._wait = RunningClock(TICK), limit
+        self._limit, self._wait = limit, [0.0]
         try:
             yield
         finally:
@@ -70,13 +68,12 @@ class Watch:
 
     def tick(self, seconds: float) -> None:
         """Count the time since the last tick, and kill the process if it is over its limit."""
-        wait = self._wait
-        if wait is None:
+        if (wait := self._wait) is None:
             return
-        clock, limit = wait
-        if clock.advance(seconds) > limit() and self._wait is wait:
+        wait[0] += min(seconds, TICK)
+        if wait[0] > self._limit() and self._wait is wait:
             self._wait = None
-            self._kill(clock.seconds)
+            self._kill(wait[0])
 
     def _run(self) -> None:
         last = time.monotonic()
@@ -166,7 +163,7 @@ class PipeLink:
 
 
 class HasChild(Protocol):
-    """The members of an engine with a process of its own; see `ProcessEngine`."""
+    """The members of a `ProcessEngine` that others use."""
 
     restarts: int
     gpus_advice: str
@@ -193,18 +190,15 @@ class HasChild(Protocol):
 class Child:
     """An engine's process, which answers messages."""
 
-    def __init__(self, timeouts: AnswerTimeouts, name: str, link: Link) -> None:
-        self._timeouts = timeouts
-        self._name = name
+    def __init__(self, limit: Callable[[bool], float], name: str, link: Link) -> None:
+        self._limit_of, self._name = limit, name
         self.link = link
         self._asked = 0
         """Number of the last message that has an answer."""
-        self._kind = ""
-        """The kind of the last message."""
+        self._starts = False
+        """Whether the last message was that to start."""
         self._end = self._fault = ""
         """How the process ended, and what was wrong with it before."""
-        self.prefill: Callable[[], int] = lambda: 0
-        """Returns the maximum number of tokens that the next step may have to prefill."""
         self._watch = Watch(self._kill_hanging)
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
@@ -215,24 +209,19 @@ class Child:
     def ask(self, *message: Any) -> None:
         """Send a message that has one or more answers."""
         self._asked += 1
-        self._kind = message[1] if message[0] == "engine" else message[0]
+        self._starts = message[0] == "start"
         self._send(self._asked, *message)
 
     def answer(self, skipped: Callable[[Any], object] = lambda value: None) -> Any:
         """Return the next answer to the last message that was asked; see `call`."""
         while True:
-            number, raised, value, seconds = self._receive()
+            number, raised, value = self._receive()
             if raised and number in (0, self._asked):
                 error = unpickled(value, self._name)
                 if isinstance(error, EngineBroken):
                     self._fault = f"lost a part of its engine ({error})"
                     raise EngineDied(self.kill()) from error
                 raise error
-            if isinstance(value, Step):
-                kind = "prefill" if value.prefill_tokens else "decode"
-                self._timeouts.observe(kind, seconds, value.prefill_tokens)
-            elif number == self._asked and self._kind in TIMED:
-                self._timeouts.observe(self._kind, seconds)
             if number == self._asked:
                 return value
             skipped(value)
@@ -249,7 +238,7 @@ class Child:
             raise EngineDied(self.kill()) from None
 
     def _receive(self) -> Any:
-        """Return the number of the answered message, whether it raised, the value, the seconds."""
+        """Return the number of the answered message, whether it raised, and the value."""
         try:
             with self._watch.waiting(self._limit):
                 return self.link.receive()
@@ -257,9 +246,7 @@ class Child:
             raise EngineDied(self.kill()) from None
 
     def _limit(self) -> float:
-        if self._kind in TIMED:
-            return self._timeouts.limit(self._kind)
-        return self._timeouts.limit("decode", "prefill", size=self.prefill())
+        return self._limit_of(self._starts)
 
     def _kill_hanging(self, seconds: float) -> None:
         self._fault = f"did not answer for {seconds:.0f} s and was killed"

@@ -10,20 +10,14 @@ from typing import Any, Literal
 import torch
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import Child, Link, PipeLink, pickled_engine
-from lit_rlsched.engines.placement import available_cores, cores_of, give_back, variables_of
+from lit_rlsched.engines.child import ANSWER, START, Child, Link, PipeLink, pickled_engine
+from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
-from lit_rlsched.engines.weight_transfer import (
-    TRANSFERS,
-    SentWeights,
-    WeightTransfer,
-    check_transfer,
-)
+from lit_rlsched.engines.weight_transfer import SentWeights, WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -43,10 +37,9 @@ class ProcessEngine(RolloutEngine):
     A process that dies, or that loses a worker process of vLLM, is replaced. The new process gets
     the same weights and resumes all requests from the tokens that the trainer has received. Their
     further tokens are drawn with other noise, unless the engine's noise has no state
-    (`TransformersEngine`). A process that hangs is killed and replaced in the same way: a step may
-    take 20 times as long as the 99th percentile of the run's steps, and at least 120 s; the first
-    step 10 minutes, the start 30 (`AnswerTimeouts`). `rollout/engine_restarts` counts replacements.
-    The run stops if the process dies three times without a step in between.
+    (`TransformersEngine`). A process that has not answered for 10 minutes, or 30 at its start, is
+    killed and replaced in the same way. `rollout/engine_restarts` counts replacements. The run
+    stops if the process dies three times without a step in between.
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
@@ -89,8 +82,6 @@ class ProcessEngine(RolloutEngine):
         self.restarts = 0
         """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
-        self.speculates = engine.speculates
-        self.keeps_cache = engine.keeps_cache and weight_transfer is None
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
@@ -102,7 +93,6 @@ class ProcessEngine(RolloutEngine):
         self._irreplaceable = False
         """Whether a new process could not get the weights that this one decodes with."""
         self._deaths = 0
-        self._timeouts = AnswerTimeouts()
 
     @property
     def pid(self) -> int | None:
@@ -165,7 +155,7 @@ class ProcessEngine(RolloutEngine):
         if self.weight_transfer is None:
             return
         ours = [engine for engine in engines if isinstance(engine, ProcessEngine)]
-        transfer = TRANSFERS[self.weight_transfer](spec, ours)
+        transfer = WeightTransfer(self.weight_transfer, spec, ours)
         for engine in ours:
             engine._transfer = transfer
 
@@ -191,8 +181,7 @@ class ProcessEngine(RolloutEngine):
         engine = pickled_engine(self.engine)
         spec = self._spec
         give_back(spec.device)  # the trainer may have used the GPU since
-        self._timeouts.starts()
-        self._child = Child(self._timeouts, spec.name, self._connect(spec))
+        self._child = Child(self.limit, spec.name, self._connect(spec))
         if spec.device.type == "cuda" and spec.engines + spec.first_gpu > 1:
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
@@ -206,6 +195,10 @@ class ProcessEngine(RolloutEngine):
             self._weights = weights, version
         else:
             self._child.call("engine", "sync_weights", weights, version)
+
+    def limit(self, starts: bool) -> float:
+        """Seconds for the process to start, or to answer, after which it counts as hanging."""
+        return START if starts else ANSWER
 
     def _connect(self, spec: EngineSpec) -> Link:
         """Start a process for the engine."""
@@ -237,21 +230,11 @@ class ProcessEngine(RolloutEngine):
         return self._store.write(named_tensors, self.engine.cache_dtype(self._spec))
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self._give("sync_weights", named_tensors, version)
-
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
-        self._give("update_weights", named_tensors, version)
-
-    def _give(
-        self, method: str, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
         if not isinstance(named_tensors, SentWeights):
-            self._insist("engine", method, *self._weights)
+            self._insist("engine", "sync_weights", *self._weights)
 
     def forget_weights(self) -> None:
         """Give a process that replaces this one no weights before the next sync."""

@@ -1,39 +1,41 @@
 """Runs any engine in a Ray actor, on this node or another one of a cluster."""
 
+import logging
 import os
 import pickle
+import re
 import signal
-import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
-from lit_rlsched.engines._ray_cluster import Reservation
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import LAUNCHER
-from lit_rlsched.engines.placement import available_cores, cores_of
 from lit_rlsched.engines.process_engine import ProcessEngine
-from lit_rlsched.engines.spec import EngineDied, EngineSpec, Footprint, Sizes, Weights
+from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.settings import RunFailed, UsageError
+from lit_rlsched.text import counted
 
+MIN_VERSION = (2, 59)
+"""The first version that asks for a token by default, so that other users cannot run code."""
 UNREAD = 4
 """Number of objects with answers that the actor may be ahead of the trainer."""
 LOST_NODE = 60.0
 """Seconds for which Ray may take a lost node for alive and place new actors there."""
 STARTUP = 300.0
 """Seconds for an actor to start, which imports the package and torch."""
-CLOCK_ANSWERS = 9
-"""Number of times that an engine on another node is asked for its clock."""
 THREADS = 3
 """Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
 
@@ -46,25 +48,24 @@ class RayEngine(ProcessEngine):
     once to each node. It draws the same tokens. The trainer, not Ray, replaces actors that die or
     hang, in the same way, and counts restarts alike.
 
-    The cluster is that of the environment variable `RAY_ADDRESS`, else the one that this user has
-    started on this node with `ray start`. If there is none, the engine starts one on this node. It
-    has no dashboard and no usage statistics, and ends with the trainer. A placement group reserves
-    the resources of all engines, spread over the nodes: on GPUs, `tensor_parallel_size` of them per
-    engine.
+    The cluster is yours: the one that the script has connected to with `ray.init()`, else that of
+    the environment variable `RAY_ADDRESS`, else the one that this user has started on this node
+    with `ray start`. A placement group reserves the resources of all engines, spread over the
+    nodes: on GPUs, `tensor_parallel_size` of them per engine. If the head of the cluster is lost,
+    Ray ends the run after a minute.
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
         resources: Resources of each engine besides its GPUs, by Ray's names; `{"CPU": 1}` by
             default. On a CPU, an engine computes with as many threads as it has CPUs, unless
             `OMP_NUM_THREADS` is set.
-        timeout: Maximum seconds to wait until the cluster of `RAY_ADDRESS` answers, and then until
-            it has the resources.
+        timeout: Maximum seconds to wait until the cluster has the resources.
         weight_transfer: Way of the weights from GPU to GPU in place of Ray's object store; see
             `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
 
     Raises:
-        UsageError: in `start`: Ray is missing or too old.
-        UsageError: in `start`: the cluster does not answer, or does not accept the trainer.
+        UsageError: in `start`: Ray is missing or too old; there is no cluster, or it does not
+            accept the trainer.
         RunFailed: in `start`: the cluster does not have the resources, a node has another
             version of this package, or an actor does not start within 5 minutes; later as
             `ProcessEngine`.
@@ -89,12 +90,11 @@ class RayEngine(ProcessEngine):
         super().__init__(engine, weight_transfer)
         self.resources = {"CPU": 1.0} if resources is None else dict(resources)
         self.timeout = timeout
-        for name in self.resources:
-            if name == "GPU":
-                raise UsageError(
-                    f"`RayEngine(resources={resources})`: leave `GPU` out, it is the engine's "
-                    "`tensor_parallel_size`."
-                )
+        if "GPU" in self.resources:
+            raise UsageError(
+                f"`RayEngine(resources={resources})`: leave `GPU` out, it is the engine's "
+                "`tensor_parallel_size`."
+            )
         self._reservation: Reservation | None = None
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
@@ -111,8 +111,7 @@ class RayEngine(ProcessEngine):
         """Reserve a bundle of resources for each of the engines.
 
         Raises:
-            UsageError: Ray is missing or too old.
-            UsageError: the cluster does not answer, or does not accept this process.
+            UsageError: Ray is missing or too old, or there is no cluster that accepts this process.
             RunFailed: the cluster does not have the resources.
         """
         require_posix("`RayEngine`")
@@ -133,29 +132,10 @@ class RayEngine(ProcessEngine):
 
     def _launch(self) -> None:
         super()._launch()
-        self._compare_clocks()
-
-    def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        super().sync_weights(named_tensors, version)
-        try:
-            self._compare_clocks()  # two clocks drift apart
-        except EngineDied:
-            self.revive()
-
-    def _compare_clocks(self) -> None:
-        """Tell an engine on another node by how much the trainer's clock differs from its own.
-
-        Of several answers the quickest counts; the error is at most half the time that it took.
-        """
         assert isinstance(self.child.link, ActorLink)
-        if self.engine.virtual_clock or self.child.link.is_here:
-            return
-        call, differences = self.child.call, list[tuple[float, float]]()
-        call("engine", "__setattr__", "clock_offset", 0.0)
-        for _ in range(CLOCK_ANSWERS):
-            asked, theirs, answered = time.monotonic(), call("engine", "now"), time.monotonic()
-            differences.append((answered - asked, (asked + answered) / 2 - theirs))
-        call("engine", "__setattr__", "clock_offset", min(differences)[1])
+        if not (self.engine.virtual_clock or self.child.link.is_here):  # it has another clock
+            offset = time.monotonic() - self.child.call("engine", "now")
+            self.child.call("engine", "__setattr__", "clock_offset", offset)
 
     @property
     def numbered_name(self) -> str:
@@ -169,11 +149,6 @@ class RayEngine(ProcessEngine):
 
         return str(ray.util.get_node_ip_address())
 
-    def revive(self) -> None:
-        if self._reservation is not None:
-            self._reservation.head.check()
-        super().revive()
-
     def _connect(self, spec: EngineSpec) -> "ActorLink":
         assert self._reservation is not None
         return ActorLink(self._reservation, spec)
@@ -182,12 +157,136 @@ class RayEngine(ProcessEngine):
         return ObjectStore()
 
     def close(self) -> None:
-        if self._reservation is not None:
-            self._reservation.head.end()
         super().close()
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             reservation.leave()
+
+
+class Reservation:
+    """A placement group with equal bundles of resources, one for each engine."""
+
+    def __init__(self, engines: int, bundle: Mapping[str, float], timeout: float) -> None:
+        self.bundle = dict(bundle)
+        self._users, self._lock = engines, threading.Lock()
+        connect()
+        from ray.util import placement_group
+
+        self.group: Any = placement_group([self.bundle] * engines, strategy="SPREAD")
+        if not self.group.wait(timeout):
+            why = missing(self.bundle, engines)
+            self._remove()
+            raise RunFailed(
+                f"`RayEngine`: the Ray cluster has no room for {engines} x {_say(self.bundle)} "
+                f"after {timeout:g} s: {why}. Start Ray on more nodes, or change `num_engines`, "
+                "`tensor_parallel_size` or `RayEngine(resources=...)`."
+            )
+
+    def node(self, index: int) -> str:
+        """Return id and address of the node of an engine, for messages."""
+        import ray
+        from ray.util import placement_group_table
+
+        found = placement_group_table(self.group)["bundles_to_node_id"].get(index, "")
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return f"node {found[:8]} ({addresses.get(found, 'lost')}) of the Ray cluster"
+
+    def leave(self) -> None:
+        """Note that an engine was closed; the last one gives the resources back."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._remove()
+
+    def _remove(self) -> None:
+        import ray
+        from ray.exceptions import GetTimeoutError
+        from ray.util import remove_placement_group
+
+        if ray.is_initialized():
+            with suppress(GetTimeoutError):  # the resources are free when this process ends
+                remove_placement_group(self.group)
+
+
+def connect() -> None:
+    """Connect this process to the user's cluster, unless it is connected."""
+    ray = _import_ray()
+    if ray.is_initialized():
+        return
+    # Ray hides no GPU from an engine without one: it does not look for them, and Ray would warn
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = os.environ.get("RAY_ADDRESS") or _address_of_this_node()
+    if address is None:
+        raise UsageError(
+            "`RayEngine`: this user has started no Ray cluster on this node. Start one (`ray start "
+            "--head`), or name one with `RAY_ADDRESS=HOST:PORT`."
+        )
+    if address != "auto" and not re.fullmatch(r"[^/]+:\d+", address):
+        raise UsageError(
+            f"`RAY_ADDRESS={address}`: expected `HOST:PORT`, the address that `ray start --head` "
+            "prints, or `auto`."
+        )
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, logging_level=logging.WARNING)
+    except Exception as error:
+        text = str(error.__cause__ or error)  # it may be at the end of a traceback
+        reason = " ".join(re.split(r"^[\w.]+Error: ", text, flags=re.MULTILINE)[-1].split())
+        raise UsageError(
+            f"`RayEngine`: no Ray cluster at {address} accepts the trainer: {reason.rstrip('.')}. "
+            "Run the trainer on a node of the cluster, with the cluster's versions of Ray and "
+            "Python and, if it asks for a token, with `RAY_AUTH_MODE=token` and that token."
+        ) from error
+    finally:
+        if in_main:  # Ray's handler would exit without a checkpoint
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "`RayEngine` needs Ray: pip install 'lit-rlsched[ray]', on every node."
+        ) from error
+    if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_VERSION:
+        raise UsageError(
+            f"`RayEngine` needs Ray {'.'.join(map(str, MIN_VERSION))} or newer, and version "
+            f"{ray.__version__} is installed: pip install -U 'lit-rlsched[ray]', on every node."
+        )
+    return ray
+
+
+def _address_of_this_node() -> str | None:
+    """Address that `ray start` of this user has left here; actors could run code in the trainer."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(folder, "ray", "ray_current_cluster")
+    try:
+        return (file.stat().st_uid == os.getuid() and file.read_text().strip()) or None
+    except OSError:
+        return None
+
+
+def missing(bundle: Mapping[str, float], engines: int) -> str:
+    """Return why the connected cluster has no room for so many engines."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(
+        min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
+        for node in nodes
+    )
+    if room >= engines:
+        free = ray.available_resources()
+        return f"others use it ({_say({name: free.get(name, 0) for name in bundle})} are free)"
+    held = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
+    where = counted(len(nodes), "node")
+    return f"it has {where} with {_say(held)} in all, which is enough for {room}"
+
+
+def _say(resources: Mapping[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 class ActorLink:
@@ -200,7 +299,6 @@ class ActorLink:
         self.closed = self._killed = False
         self.pid: int | None = None
         self._node = self._address = ""
-        self._head = reservation.head
         self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
         self._unsent: list[tuple[Any, ...]] = []
@@ -212,14 +310,6 @@ class ActorLink:
         self._how = "died"
         """How the actor ended."""
         self._here = ray.get_runtime_context().get_node_id()
-        environment: dict[str, str | None] = dict.fromkeys(LAUNCHER)
-        path: list[str] = []
-        cores: list[int] = []
-        if reservation.local:  # another node has its own
-            environment |= {k: v for k, v in os.environ.items() if k not in LAUNCHER}
-            path = [entry or os.getcwd() for entry in sys.path]
-            if spec.engines > 1 and spec.device.type == "cpu":
-                cores = cores_of(spec, available_cores())
         more = dict(reservation.bundle)
         strategy = PlacementGroupSchedulingStrategy(
             reservation.group, placement_group_bundle_index=spec.index
@@ -234,7 +324,7 @@ class ActorLink:
             max_task_retries=0,
             max_concurrency=THREADS,
         )(_ray_actor.EngineActor)
-        self._create = partial(actor_class.remote, __version__, environment, path, cores)
+        self._create = partial(actor_class.remote, __version__, LAUNCHER)
         self._actor = self._create()
         self._hello = self._actor.hello.remote()
 
@@ -256,6 +346,7 @@ class ActorLink:
         self._sent += 1
 
     def receive(self) -> Any:
+        import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
         try:
@@ -263,7 +354,7 @@ class ActorLink:
             while not self._answers:
                 if self._batch is None:
                     self._batch = self._next()
-                self._answers.extend(_get(self._batch))
+                self._answers.extend(ray.get(self._batch))
                 self._batch = None
         except (RayActorError, ObjectLostError) as error:
             if getattr(error, "actor_init_failed", False):
@@ -291,12 +382,13 @@ class ActorLink:
 
     def _first_answer(self) -> Any:
         """Wait until the actor runs, and create it again where it was on a node that is lost."""
+        import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         began = time.monotonic()
         while True:
             try:
-                return _get(self._hello, timeout=STARTUP)
+                return ray.get(self._hello, timeout=STARTUP)
             except GetTimeoutError:
                 raise RunFailed(
                     f"`RayEngine`: an actor on {self._placed_on()} does not start within "
@@ -323,18 +415,18 @@ class ActorLink:
             self._stream = None
 
     def wait(self, seconds: float) -> None:
-        if self._hello is not None or self._head.lost:  # it was told nothing yet, or cannot be
+        if self._hello is not None:  # it was told nothing yet
             return
-        from ray.exceptions import GetTimeoutError, RayError
+        import ray
 
-        with suppress(RayError, GetTimeoutError):
-            _get(self._actor.wait.remote(), timeout=seconds)
+        with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            ray.get(self._actor.wait.remote(), timeout=seconds)
 
     def kill(self) -> None:
         import ray
 
         self._killed = True
-        if ray.is_initialized() and not self._head.lost:
+        if ray.is_initialized():
             ray.kill(self._actor)
         if self.pid is not None and self.is_here:  # Ray asks a stopped process in vain
             with suppress(ProcessLookupError):
@@ -345,9 +437,3 @@ class ActorLink:
         self.closed = True
         self._stream = self._batch = None
         return self._how
-
-
-def _get(reference: Any, timeout: float | None = None) -> Any:
-    import ray
-
-    return ray.get(reference, timeout=timeout)

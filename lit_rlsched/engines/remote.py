@@ -1,11 +1,10 @@
 """The trainer's side of a worker that runs in the engine's process."""
 
-import heapq
 from array import array
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal
 
 from lit_rlsched.engines.child import Child, HasChild
 from lit_rlsched.engines.rollout_worker import EngineWorker
@@ -44,19 +43,13 @@ class RemoteWorker(EngineWorker):
         self._reported: dict[str, array[int]] = {}
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
-        self._take_turns = self._ahead = False
-        self._going = False
-        """Whether the worker was told to run ahead."""
-        self._halting = False
-        """Whether it was told to stop, and has not answered yet."""
-        self._pending = False
-        """Whether it was asked for a step that was not taken yet."""
-        self._taken = self._granted = 0
-        """Steps taken since it runs ahead, and steps that it may make."""
-        self._limit: int | None = None
-        """Number of steps beyond which none may be granted."""
-        self._late: deque[Step] = deque()
-        """Steps that were made before `suspend` and not taken."""
+        self._ahead = False
+        self._state: Literal["idle", "one step", "ahead", "halting"] = "idle"
+        """What the worker was told last: to make a step, to run ahead, or to stop that."""
+        self._granted = 0
+        """Steps that it may make, or has made, ahead of those taken."""
+        self._left: int | None = None
+        """Number of steps that may be taken before the next `allow`."""
         self._version = 0
         self._now = 0.0
         self._known: Child | None = None
@@ -85,10 +78,10 @@ class RemoteWorker(EngineWorker):
         self._tell("start_trace")
         return trace
 
-    def start_round(self, take_turns: bool, ahead: bool, version: int = 0) -> None:
-        self._take_turns, self._ahead, self._limit = take_turns, ahead, None
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._ahead, self._left = ahead, None
         self._version = version
-        self._tell("start_round", take_turns, ahead, version)
+        self._tell("start_round", ahead, version)
 
     def submit(self, requests: Iterable[Request]) -> None:
         new = list(requests)
@@ -97,34 +90,6 @@ class RemoteWorker(EngineWorker):
             self._reported[request.id] = no_ids()
         self._tell("submit", new)
 
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        for request_id in expected.keys() & self._requests.keys():
-            request = self._requests[request_id]
-            self._requests[request_id] = replace(request, expected=expected[request_id])
-        self._tell("rekey", dict(expected))
-
-    def suspend(self, keep: bool = False) -> None:
-        try:
-            self.engine.child.call("suspend", keep, skipped=self._keep_late)
-        except EngineDied:
-            self._revive()
-            return
-        if self._going and self._limit is not None:
-            self._limit -= self._taken
-        self._going = self._pending = False
-
-    def _keep_late(self, answer: object) -> None:
-        if isinstance(answer, Step):
-            self._late.append(answer)
-
-    def resume(self, version: int) -> None:
-        self._version = version
-        if self.engine.child is self._known:
-            self._tell("resume", version)
-        else:  # the process died after `suspend`
-            self._forget_process()
-            self._set_up()
-
     def begin(self) -> int:
         """Ask for the next step, so that it runs beside those of other engines."""
         with suppress(EngineDied):  # `advance` finds out too
@@ -132,13 +97,19 @@ class RemoteWorker(EngineWorker):
         return 1
 
     def advance(self, most: int | None = None) -> Step:
-        if self._late and self._ahead:
-            self.begin()  # the process goes on meanwhile
-        if self._late:
-            step = self._late.popleft()
-            self._limit = None if self._limit is None else self._limit - 1
-        else:
-            step = self._answer()
+        while True:
+            try:
+                self._ask()
+                step: Step = self.engine.child.answer()
+                break
+            except EngineDied:
+                self._revive()
+        if self._state == "one step":
+            self._state = "idle"
+        self._granted -= 1
+        self.engine.stepped()
+        if self._left is not None:
+            self._left -= 1
         self._now = step.end
         # a worker that ran ahead may have continued requests that were aborted here meanwhile
         step = replace(
@@ -156,50 +127,30 @@ class RemoteWorker(EngineWorker):
                 self._forget(event.request_id)
         return step
 
-    def _answer(self) -> Step:
-        """Wait for the next step."""
-        while True:
-            try:
-                self._ask()
-                step: Step = self.engine.child.answer()
-                break
-            except EngineDied:
-                self._revive()
-        self._pending = False
-        self._taken += 1
-        self.engine.stepped()
-        return step
-
     def _ask(self) -> None:
         """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
         if not self._ahead:
-            if not self._pending:
+            if self._state == "idle":
                 child.ask("advance")
-                self._pending = True
+                self._state = "one step"
             return
-        if not self._going:
-            self._taken = self._granted = 0
-        most = self._taken + LEAD
-        if self._limit is not None:
-            most = min(most, self._limit - len(self._late))
-        more = most - self._granted
-        if not self._going:
-            child.ask("ahead", more)
-            self._going = True
-        elif more >= LEAD // 2 or self._granted == self._taken:
-            child.tell("allow", more)
+        most = LEAD if self._left is None else min(LEAD, self._left)
+        if self._state == "idle":
+            child.ask("ahead", most)
+            self._state = "ahead"
+        elif most - self._granted >= LEAD // 2 or self._granted == 0:
+            child.tell("allow", most - self._granted)
         else:
             return
         self._granted = most
 
     def allow(self, steps: int | None) -> None:
-        taken = self._taken if self._going else 0
-        self._limit = None if steps is None else taken + steps
-        if self._going and self._limit is not None and self._granted > self._limit:
+        self._left = steps
+        if self._state == "ahead" and steps is not None and self._granted > steps:
             try:  # it had no requests for the steps that were allowed before
-                self.engine.child.tell("allow", self._limit - self._granted)
-                self._granted = self._limit
+                self.engine.child.tell("allow", steps - self._granted)
+                self._granted = steps
             except EngineDied:
                 self._revive()
 
@@ -210,13 +161,13 @@ class RemoteWorker(EngineWorker):
             Tokens that no event has reported yet; none if the worker ran ahead.
         """
         every = request_ids is None
-        while every and self._late:
-            self._count_ahead(self._late.popleft())
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
-        died = self._pending = False
-        if ids and not self._going and self.engine.alive:
+        died, ahead = False, self._state in ("ahead", "halting")
+        if not ahead:
+            self._state = "idle"
+        if ids and not ahead and self.engine.alive:
             try:
                 unreported = self.engine.child.call("worker", "abort", None if every else ids)
             except EngineDied:
@@ -228,7 +179,7 @@ class RemoteWorker(EngineWorker):
             self._forget(name)
         if died:
             self._revive()
-        elif self._going and self.engine.alive:
+        elif ahead and self.engine.alive:
             if every:
                 self._halt()
             else:
@@ -240,16 +191,16 @@ class RemoteWorker(EngineWorker):
         self._running.discard(request_id)
 
     def stop(self) -> None:
-        if self._going and not self._halting and self.engine.alive:
+        if self._state == "ahead" and self.engine.alive:
             with suppress(EngineDied):  # `abort` finds out too
                 self.engine.child.ask("halt")
-                self._halting = True
+                self._state = "halting"
 
     def _halt(self) -> None:
         """Stop a worker that runs ahead, and drop what it has drawn."""
         try:
             self.stop()
-            self._going = self._halting = False
+            self._state = "idle"
             self.engine.child.answer(self._count_ahead)
         except EngineDied:
             self._revive()
@@ -272,10 +223,7 @@ class RemoteWorker(EngineWorker):
 
     def _forget_process(self) -> None:
         """Prepare all requests to go on in another process."""
-        self._late.clear()
-        if self._going and self._limit is not None:
-            self._limit -= self._taken  # of those that the new process makes
-        self._going = self._halting = self._pending = False
+        self._state = "idle"
         for name in self._running:
             self.trace.left(name, self._now, len(self._reported[name]))
         self._running.clear()
@@ -295,17 +243,10 @@ class RemoteWorker(EngineWorker):
         while True:
             child = self.engine.child
             try:
-                child.prefill = self._most_prefill
                 child.call("admission", self.admission)
-                child.tell("worker", "start_round", self._take_turns, self._ahead, self._version)
+                child.tell("worker", "start_round", self._ahead, self._version)
                 child.tell("worker", "submit", list(self._requests.values()))
                 self._known = child
                 return
             except EngineDied:
                 self.engine.revive()
-
-    def _most_prefill(self) -> int:
-        """Maximum number of tokens to prefill in a step: the longest waiting, one per slot."""
-        waiting = (r for name, r in self._requests.items() if name not in self._running)
-        tokens = (len(request.prompt_ids) + len(request.prefix_ids) for request in waiting)
-        return sum(heapq.nlargest(self.admission.slots, tokens))

@@ -12,7 +12,6 @@ from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Partial
 from lit_rlsched.scheduling.noise import counter_uniform
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, TraceLengths
-from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.types import Event, FinishReason, LengthOnly, Request
 
 Lengths = Callable[[Request], int] | Mapping[str, int] | Sequence[int] | str | Path
@@ -22,17 +21,15 @@ class SimulatedEngine(SlotEngine):
     """Event-driven engine on a virtual clock.
 
     One decode step takes `step_time_base + per_running * requests + per_kv_token * cached tokens`
-    seconds, plus `per_prefill_token` for each prompt and prefix token of new requests. A draft
-    token takes as long as a request. `step` jumps to the next step in which a request finishes or
-    pauses; with `Speculation` it makes one step. A completion, prefix included, is as long as
-    `lengths` says and ends in EOS if the request's limit allows. Its other tokens and their
+    seconds, plus `per_prefill_token` for each prompt and prefix token of new requests. `step` jumps
+    to the next step in which a request finishes or pauses. A completion, prefix included, is as
+    long as `lengths` says and ends in EOS if the request's limit allows. Its other tokens and their
     log-probs are noise that depends only on the request's seed and the position.
 
     Args:
         lengths: A function from a request to the length of its completion, such as
             `LogNormalLengths` (the default), or a trace that `TraceLengths` accepts. A function
-            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens,
-            which `Speculation` needs.
+            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens.
         step_time_base: Seconds of every step, to read the weights and launch kernels.
         per_running: Seconds per step for each running request.
         per_kv_token: Seconds per step for each token in the key-value cache.
@@ -79,7 +76,6 @@ class SimulatedEngine(SlotEngine):
         self.max_jump = max_jump
         self.vocab_size = vocab_size
         self.kv_block, self.kv_capacity = kv_block, kv_capacity
-        self.speculates = hasattr(self.length_of, "token_ids") and not length_only
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy
@@ -92,13 +88,14 @@ class SimulatedEngine(SlotEngine):
         self._now = 0.0
         self._forget_counts()
         self._submitted = self._kv_tokens = self._new_tokens = self._step_kv_tokens = 0
-        self._drafts = None if spec.drafting is None else DraftTokens(spec.drafting)
 
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._held, requests)
         for live in [self._draw(request) for request in requests]:  # `_draw` may raise
             self._held[live.id] = live
-            self._await_end(live)
+            self._submitted += 1
+            last = live.start + len(live.token_ids)
+            heapq.heappush(self._ends, (last, self._submitted, live))
             self._kv_tokens += live.context
             live.new = self.prefilled(live.request)
             self._new_tokens += live.new
@@ -116,23 +113,22 @@ class SimulatedEngine(SlotEngine):
         if not self._held:
             return 0
         steps = self._ends[0][0] - self._decode_steps
-        return min(steps, self.max_jump or steps) if self._drafts is None else 1
+        return min(steps, self.max_jump or steps)
 
     def jump(self, steps: int) -> list[Event]:
         running = len(self._held)
         if not running:
             return []
-        proposed, accepted = (0, 0) if self._drafts is None else self._verify(self._drafts)
         # step i of the jump finds i more tokens of each request in the cache
         kv_tokens = steps * self._kv_tokens + running * (steps * (steps - 1) // 2)
         self._now += (
-            steps * (self.step_time_base + self.per_running * (running + proposed))
+            steps * (self.step_time_base + self.per_running * running)
             + self.per_kv_token * kv_tokens
             + self.per_prefill_token * self._new_tokens
         )
         self._prefill_tokens += self._new_tokens
         self._new_tokens = 0
-        self._kv_tokens += steps * running + accepted
+        self._kv_tokens += steps * running
         self._step_kv_tokens = self._kv_tokens
         self._decode_steps += steps
 
@@ -146,32 +142,13 @@ class SimulatedEngine(SlotEngine):
             return finished
         return finished + [live.event(self._decode_steps) for live in self._held.values()]
 
-    def _verify(self, drafts: DraftTokens) -> tuple[int, int]:
-        """Draw next tokens and right draft tokens; return the numbers of drafts and right ones."""
-        proposed, accepted = drafts.propose([*self._held]), 0
-        for live in self._held.values():
-            at = self._decode_steps - live.start
-            right = agreeing(proposed.get(live.id, ()), live.token_ids[at:-1])
-            if at == 0:  # known from its first step on, which computes the prompt
-                drafts.begin(live.request)
-            drafts.take(live.id, live.token_ids[at : at + 1 + right])
-            if right:
-                accepted += right
-                live.start -= right
-                self._await_end(live)
-        return sum(map(len, proposed.values())), accepted
-
-    def _await_end(self, live: "_Live") -> None:
-        self._submitted += 1
-        heapq.heappush(self._ends, (live.start + len(live.token_ids), self._submitted, live))
-
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         dropped = [self._held[name] for name in dict.fromkeys(request_ids) if name in self._held]
         for live in dropped:
             self._drop(live)
         return {live.id: live.partial(self._decode_steps) for live in dropped}
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:
@@ -209,8 +186,6 @@ class SimulatedEngine(SlotEngine):
 
     def _drop(self, live: "_Live") -> None:
         del self._held[live.id]
-        if self._drafts is not None:
-            self._drafts.leave(live.id)
         self._kv_tokens -= live.context + self._decode_steps - live.start
         if live.start == self._decode_steps:  # aborted before its first step
             self._new_tokens -= live.new
@@ -222,7 +197,7 @@ class _Live:
 
     request: Request
     start: int
-    """Number of the decode step before its first; less for each draft token that was drawn."""
+    """Number of the decode step before its first."""
     context: int
     """Tokens of prompt and prefix."""
     token_ids: list[int]

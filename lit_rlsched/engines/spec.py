@@ -7,7 +7,6 @@ from importlib import import_module
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from lit_rlsched.scheduling.speculation import Drafting
 from lit_rlsched.settings import UsageError
 
 if TYPE_CHECKING:
@@ -68,9 +67,6 @@ class EngineSpec:
     """Number of engines of the run, which share the node's devices or cores equally."""
     first_gpu: int = 0
     """The first of the node's GPUs for engines. The GPUs before it are the trainer's alone."""
-    drafting: Drafting | None = None
-    """How an engine that `speculates` drafts tokens; `None`: not at all."""
-
     returns: bool = False
     """Whether requests that have ended may come back with more tokens, those of tools."""
 
@@ -113,12 +109,6 @@ class EngineStats:
     """Prompt and prefix tokens that were computed."""
     cached_tokens: int = 0
     """Prompt and prefix tokens that were read from a cache instead."""
-    proposed: int = 0
-    """Draft tokens; see `EngineSpec.drafting`."""
-    accepted: int = 0
-    """Draft tokens that were drawn; every step draws one token more of each running request."""
-    drafter_failures: int = 0
-    """Calls of the user's drafter that raised or returned something unusable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from lit_rlsched.engines.slot_cache import (
 )
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.micro_group_sampling import KVCache
-from lit_rlsched.scheduling.speculation import DraftTokens, agreeing
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
@@ -48,7 +47,6 @@ class TransformersEngine(SlotEngine):
 
     version = 0
     """Policy version of the last weights."""
-    speculates = True
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
@@ -90,10 +88,6 @@ class TransformersEngine(SlotEngine):
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
         self._rules = torch.zeros(len(RULES), spec.slots, dtype=torch.float64).to(self._device)
         self._forget_counts()
-        vocab_size, drafting = self._config.vocab_size, spec.drafting
-        self._drafts = (
-            None if drafting is None else DraftTokens(drafting, vocab_size, spec.device.type)
-        )
 
     def submit(self, requests: Sequence[Request]) -> None:
         live_ids = {row.id for row in self._held}
@@ -114,25 +108,31 @@ class TransformersEngine(SlotEngine):
         self._rules[:, slots] = torch.tensor(rules, dtype=torch.float64, device=self._device)
         self._prefill(rows)
         self._held += rows
-        if self._drafts is not None:
-            for request in requests:
-                self._drafts.begin(request)
 
     def step(self) -> list[Event]:
         if not self._held:
             return []
-        drafts = {}
-        if self._drafts is not None:
-            drafts = self._drafts.propose([row.id for row in self._held])
-        events = self._verify(drafts) if drafts else self._draw_next()
+        token, position, seed, drawn, limit = self._integers[:, : len(self._held)]
+        rules = dict(zip(RULES, self._rules[:, : len(self._held)], strict=True))
+        noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
+        logits = self._decode(token[:, None], position[:, None])[:, 0]
+        tokens, logprobs = draw(logits, noise, **rules)
+        token.copy_(tokens)
+        position += 1
+        drawn += 1
         self._decode_steps += 1
-        for row, event in zip(self._held, events, strict=True):
-            row.token_ids.extend(event.token_ids)
-            row.logprobs.extend(event.logprobs)
-            if self._drafts is not None:
-                self._drafts.take(row.id, event.token_ids)
+        stopped = torch.isin(tokens, self._eos).tolist()
+        full = (drawn >= limit).tolist()
+        events = []
+        for row, new, logprob, stop, length in zip(
+            self._held, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
+        ):
+            reason: FinishReason | None = "stop" if stop else "length" if length else None
+            events.append(Event(row.id, [new], [logprob], reason))
+            row.token_ids.append(new)
+            row.logprobs.append(logprob)
         if self._spec.returns:
-            self._park([i for i, event in enumerate(events) if event.finish_reason == "stop"])
+            self._park([i for i, stop in enumerate(stopped) if stop])
         self._free([i for i, event in enumerate(events) if event.finish_reason])
         return events
 
@@ -144,62 +144,6 @@ class TransformersEngine(SlotEngine):
         if slots:
             self._cache.copy(ended, slots, max(map(len, tokens)))
 
-    def _draw_next(self) -> list[Event]:
-        """Draw the next token of every row."""
-        token, position, seed, drawn, limit = self._integers[:, : len(self._held)]
-        rules = dict(zip(RULES, self._rules[:, : len(self._held)], strict=True))
-        noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
-        logits = self._decode(token[:, None], position[:, None])[:, 0]
-        tokens, logprobs = draw(logits, noise, **rules)
-        token.copy_(tokens)
-        position += 1
-        drawn += 1
-        stopped = torch.isin(tokens, self._eos).tolist()
-        full = (drawn >= limit).tolist()
-        events = []
-        for row, new, logprob, stop, length in zip(
-            self._held, tokens.tolist(), logprobs.tolist(), stopped, full, strict=True
-        ):
-            reason: FinishReason | None = "stop" if stop else "length" if length else None
-            events.append(Event(row.id, [new], [logprob], reason))
-        return events
-
-    def _verify(self, drafts: Mapping[str, Sequence[int]]) -> list[Event]:
-        """Draw the next tokens of every row: one, and one more for each right draft token."""
-        token, position, _, drawn, limit = self._integers[:, : len(self._held)]
-        guesses = [drafts.get(row.id, ()) for row in self._held]
-        draws, logprobs = self._draw_after(guesses)
-        events, at = [], 0
-        for row, guess, left in zip(self._held, guesses, (limit - drawn).tolist(), strict=True):
-            new = draws[at : at + 1 + agreeing(guess, draws[at:])]
-            end = next((i for i, t in enumerate(new) if t in self._spec.eos_token_ids), None)
-            count = len(new) if end is None else end + 1
-            reason: FinishReason | None = "length" if count == left else None
-            reason = reason if end is None else "stop"
-            events.append(Event(row.id, new[:count], logprobs[at : at + count], reason))
-            at += 1 + len(guess)
-        counts = torch.tensor([len(event.token_ids) for event in events], device=self._device)
-        token.copy_(torch.tensor([event.token_ids[-1] for event in events], device=self._device))
-        position += counts
-        drawn += counts
-        return events
-
-    def _draw_after(self, guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[float]]:
-        """Draw after the last token and each draft token of a row; return tokens and log-probs."""
-        token, position, seed, drawn, _ = self._integers[:, : len(guesses)]
-        width = 1 + max(map(len, guesses))
-        fed = torch.tensor([[0, *guess, *[0] * (width - 1 - len(guess))] for guess in guesses])
-        fed, offsets = fed.to(self._device), torch.arange(width, device=self._device)
-        fed[:, 0] = token
-        # what is fed beyond a row's draft, or rejected, is overwritten when its position is drawn
-        positions = (position[:, None] + offsets).clamp(max=self._spec.max_model_len - 1)
-        places = [(row, at) for row, guess in enumerate(guesses) for at in range(1 + len(guess))]
-        row, at = torch.tensor(places, device=self._device).unbind(1)
-        noise = counter_uniform(seed[row], drawn[row] + at)
-        logits = self._decode(fed, positions)[row, at]
-        tokens, logprobs = draw(logits, noise, **dict(zip(RULES, self._rules[:, row], strict=True)))
-        return tokens.tolist(), logprobs.tolist()
-
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         ids = set(request_ids)
         dropped = [i for i, row in enumerate(self._held) if row.id in ids]
@@ -207,9 +151,7 @@ class TransformersEngine(SlotEngine):
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        for row in self._held:
-            row.key = b""  # no new request may copy its cache
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         self._parked = Parked(range(self._spec.slots, 2 * self._spec.slots))
         if self._spec.policy is None:
             own = self._policy.state_dict()
@@ -302,13 +244,11 @@ class TransformersEngine(SlotEngine):
         mask = torch.zeros_like(ahead, dtype=self._dtype)
         mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
         with grouped_attention(self._config):
-            logits = self._forward(token, position, mask, keep=0 if slots is None else 1)
+            logits = self._forward(token, position, mask)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
-    def _forward(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, keep: int = 1
-    ) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         # no dropout; module by module, as some may be in eval mode; `Module.__setattr__` is slow
         training = [vars(module) for module in self._modules if module.training]
         for attributes in training:
@@ -320,7 +260,7 @@ class TransformersEngine(SlotEngine):
                 attention_mask=mask,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=1,
             )
         finally:
             for attributes in training:
@@ -329,9 +269,6 @@ class TransformersEngine(SlotEngine):
 
     def _free(self, dropped: list[int]) -> None:
         """Free slots; rows from the end move into the gaps."""
-        if self._drafts is not None:
-            for slot in dropped:
-                self._drafts.leave(self._held[slot].id)
         left = len(self._held) - len(dropped)
         holes = [slot for slot in dropped if slot < left]
         movers = sorted(set(range(left, len(self._held))) - set(dropped))

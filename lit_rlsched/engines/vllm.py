@@ -1,8 +1,10 @@
 """Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
 import os
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,15 @@ import torch
 
 from lit_rlsched.engines import _vllm_args as arguments
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines import _vllm_receiver as receiver
-from lit_rlsched.engines import _vllm_verifying as drafting
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
-from lit_rlsched.engines._vllm_verifying import Held
 from lit_rlsched.engines._vllm_worker import Noise
 from lit_rlsched.engines.base import SlotEngine, check_requests
-from lit_rlsched.engines.gpu_setup import warn_of_missing_tools
+from lit_rlsched.engines.devices import warn_of_missing_tools
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.settings import check_choice, check_finite
-from lit_rlsched.types import Event, Request
+from lit_rlsched.types import Event, Request, no_floats, no_ids
 
 
 class VLLMEngine(SlotEngine):
@@ -54,9 +53,9 @@ class VLLMEngine(SlotEngine):
             `enable_lora` level 1: the base weights wait in host memory). Ignored on CPU.
         engine_kwargs: More arguments of `vllm.EngineArgs`, which override ours. Only those that
             change where and how fast tokens are drawn, but not which, are accepted;
-            `docs/howto/gpu.md` lists them. With others, such as speculative decoding, quantization
-            or logits processors, vLLM would draw from another policy than the trained one, or
-            record other log-probs.
+            the error for any other one lists them. With others, such as speculative decoding,
+            quantization or logits processors, vLLM would draw from another policy than the trained
+            one, or record other log-probs.
         enable_lora: Whether vLLM gets the policy's LoRA adapters alone at each sync and computes
             them beside the base model, which it loads itself. By default it gets merged weights.
             `docs/howto/lora.md` has the differences.
@@ -74,7 +73,6 @@ class VLLMEngine(SlotEngine):
     """
 
     kv_block = arguments.CPU_BLOCK
-    speculates = True
 
     def __init__(
         self,
@@ -103,9 +101,9 @@ class VLLMEngine(SlotEngine):
 
     def _forget_counts(self) -> None:
         super()._forget_counts()
-        self._held: dict[str, Held] = {}
-        self._inside: dict[str, Held] = {}  # the same under vLLM's ids
-        self._preempted, self._salt = set[str](), dict[str, str]()
+        self._held: dict[str, _Held] = {}
+        self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
+        self._preempted = set[str]()
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
@@ -154,7 +152,6 @@ class VLLMEngine(SlotEngine):
         (met, *_) = self._engine.collective_rpc(beside_model.unlink_shared_memory)
         self._meeting_place = met.removeprefix("file://") if met.startswith("file:") else None
         self._noise = Noise(self._engine.collective_rpc(beside_model.prepare)[0])
-        self._drafts = drafting.begin(self._engine, spec, config)
         self._forget_counts()
         self._vocab_size = config.model_config.get_vocab_size()
         self.kv_block = config.cache_config.block_size
@@ -164,14 +161,12 @@ class VLLMEngine(SlotEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         live = self._live
         check_requests(self._spec, self._held, requests, self._vocab_size)
-        if self._drafts is not None:
-            drafting.check_sampling(requests)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
-            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
             param.extra_args = self._noise.enter(request)
             inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
-            self._held[request.id] = self._inside[inside] = Held(request, inside)
+            self._held[request.id] = self._inside[inside] = _Held(request, inside)
 
     def _sampling_params(self, request: Request) -> Any:
         sampling = request.sampling
@@ -191,8 +186,6 @@ class VLLMEngine(SlotEngine):
     def step(self) -> list[Event]:
         if not self._held:
             return []
-        if self._drafts is not None:
-            drafting.give(self._scheduler, self._drafts, self._held)
         # on CPU even seeded batches draw from the global generator; saving it takes a microsecond
         state = torch.get_rng_state()
         with naming_dead_workers(self._live, self.tensor_parallel_size):
@@ -201,8 +194,6 @@ class VLLMEngine(SlotEngine):
         torch.set_rng_state(state)
         self._decode_steps += 1
         self._count_preemptions()
-        if self._drafts is not None:
-            drafting.take(self._drafts, outputs, self._inside)
         events, ended, inside = list[Event](), list[str](), self._inside
         for output in outputs:  # one per request
             held = inside[output.request_id]
@@ -234,8 +225,6 @@ class VLLMEngine(SlotEngine):
         length = len(held.request.prefix_ids) + len(held.token_ids)
         ended = reason == "stop" or length == held.request.sampling.max_completion_length
         self._noise.leave(held.request, None if ended else length)
-        if self._drafts is not None:
-            self._drafts.leave(request_id)
         return Partial(held.token_ids, held.logprobs)
 
     def _count_preemptions(self) -> None:
@@ -252,7 +241,7 @@ class VLLMEngine(SlotEngine):
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
@@ -263,28 +252,29 @@ class VLLMEngine(SlotEngine):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
-        self._salt = {"cache_salt": str(version)}  # only requests with this salt share a cache
+
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
+        super().sync_weights(named_tensors, version)
+        self._forget_old_weights()
 
     def _forget_old_weights(self) -> None:
-        super()._forget_old_weights()
         self._noise.forget()
-        self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
 
     def gpus(self) -> list[str]:
         """UUIDs of the GPUs that hold the model."""
-        return self._live.collective_rpc(receiver.gpu)
+        return self._live.collective_rpc(beside_model.gpu)
 
     def join_transfer(self, init: Mapping[str, Any]) -> None:
-        """Connect with a `WeightTransfer`; see `_vllm_receiver.join`."""
-        self._live.collective_rpc(receiver.join, args=(init,))
+        """Connect with a `WeightTransfer`; see `_vllm_worker.join`."""
+        self._live.collective_rpc(beside_model.join, args=(init,))
 
     def receive_weights(self, update: Mapping[str, Any], first: bool, last: bool) -> None:
-        """Load a bucket of a `WeightTransfer`; see `_vllm_receiver.receive`."""
+        """Load a bucket of a `WeightTransfer`; see `_vllm_worker.receive`."""
         self._refuse_when_running("load weights")
         with naming_dead_workers(self._live, self.tensor_parallel_size):
-            self._live.collective_rpc(receiver.receive, args=(update, first, last))
+            self._live.collective_rpc(beside_model.receive, args=(update, first, last))
         if last:
             self._forget_old_weights()
 
@@ -333,3 +323,19 @@ class VLLMEngine(SlotEngine):
     @property
     def _can_sleep(self) -> bool:
         return self.enable_sleep_mode and self._spec.device.type == "cuda"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request in the engine."""
+
+    request: Request
+    inside: str
+    """vLLM's id for it."""
+    token_ids: "array[int]" = field(default_factory=no_ids)
+    logprobs: "array[float]" = field(default_factory=no_floats)
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of prompt and prefix."""
+        return len(self.request.prompt_ids) + len(self.request.prefix_ids)

@@ -1,41 +1,89 @@
 """Sends weights from the trainer's GPU to those of engines, with vLLM's weight-transfer API.
 
-The calls in the engine's process are in `_vllm_receiver.py`. vLLM's own trainer side is not used:
-it differs from release to release, and its clients give all engines the same ranks. Nothing here
-has run on a GPU; the lines that need one are `NCCLTransfer._open`, `NCCLTransfer._broadcast` and
-`weights.handle_of`.
+vLLM's own trainer side (`TrainerWeightTransferEngine`) is not used: 0.27.1 has none and 0.33 has
+another one than 0.32, what it sends cannot be broken off when an engine dies, and over CUDA IPC all
+ranks of the trainer call it, while here rank 0 leads. The calls in the engine's process are in
+`_vllm_worker.py`. Nothing here has run on a GPU; the lines that need one are `_open`, `_broadcast`
+and `handle_of`.
 """
 
 import socket
 import threading
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_rlsched.engines import _vllm_guest as guest
+from lit_rlsched.engines._vllm_worker import gpu_of, open_group
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.child import Child, HasChild
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
+    Named,
     PackedWeights,
     WeightSource,
     WeightsStore,
-    gpu_of,
+    buckets,
+    rounded,
 )
+from lit_rlsched.ranks import Team
 from lit_rlsched.settings import UsageError
 
-Placed = Sequence[tuple[HasChild, list[str]]]
-"""Engines, and the UUIDs of the GPUs that each is on."""
 GRACE = 10.0
 """Seconds for the other engines to answer after one has died. Engines that still wait for it in
 NCCL are replaced too."""
+
+
+def pack(group: Iterable[Named], last: bool) -> PackedWeights:
+    """Copy tensors of one device into a buffer there, and wait until it is written."""
+    # wide types first: every tensor then begins at a multiple of its element's size
+    ordered = sorted(group, key=lambda pair: -pair[1].element_size())
+    tensors = [tensor.detach() for _, tensor in ordered]
+    data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    if data.is_cuda:  # gathering has ended too, before anything is sent
+        torch.cuda.current_stream(data.device).synchronize()
+    names, shapes = [name for name, _ in ordered], [list(tensor.shape) for tensor in tensors]
+    return PackedWeights(names, [tensor.dtype for tensor in tensors], shapes, data, last)
+
+
+def packed_weights(
+    named: Iterable[Named], dtype: torch.dtype, gpus: Collection[str], team: Team
+) -> Iterator[PackedWeights]:
+    """Pack weights into buckets on each rank; the leader yields every bucket.
+
+    For CUDA IPC, every rank on one of `gpus` fills a buffer of its own and keeps it until the
+    leader asks for the next bucket.
+    """
+    for group, last in buckets(rounded(named, dtype)):
+        exports = bool(gpus) and gpu_of(group[0][1].device) in gpus
+        packed = pack(group, last) if team.leads or exports else None
+        group.clear()  # a gathered tensor is not needed any more
+        if gpus:
+            own = handle_of(packed.data) if exports and packed is not None else {}
+            handles = {gpu: h for of_rank in team.all_gather(own) for gpu, h in of_rank.items()}
+            packed = packed and replace(packed, handles=handles)
+        if packed is not None:
+            yield packed
+        if gpus:
+            team.all_gather(None)  # the engines have read the bucket
+    if gpus:
+        torch.cuda.ipc_collect()
+
+
+def handle_of(data: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Export a tensor by CUDA IPC; return what another process opens it with, by UUID."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(data)
+    return {gpu_of(data.device): arguments}
 
 
 @dataclass(frozen=True)
@@ -45,7 +93,7 @@ class SentWeights(HandedWeights):
     source: WeightSource
     dtype: torch.dtype
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Named]:
         return iter(self.source)
 
 
@@ -60,24 +108,15 @@ class SomeDied(Exception):
 class WeightTransfer(WeightsStore):
     """Sends weights to all engines of a run, bucket by bucket.
 
-    A sync asks all engines first whether they are ready. Then all ranks gather a bucket and finish
-    it, and each engine is sent one message for it. If engines die, the trainer replaces them and
-    sends everything to all engines again. Each answer has the time limit of a weight sync
-    (`AnswerTimeouts`).
-
-    Args:
-        spec: Settings of the first engine, with the trainer's device.
-        engines: The engines, which may not have started yet.
-
-    Raises:
-        UsageError: the engines do not run on GPUs.
+    With `ipc`, engines read the buffers of the ranks on their GPUs; with `nccl`, rank 0 broadcasts
+    to engines on GPUs of their own, on any node. A sync asks all engines first whether they are
+    ready. Then all ranks gather a bucket and finish it, and each engine is sent one message for it.
+    If engines die, the trainer replaces them and sends everything to all engines again.
     """
 
-    backend: str
-
-    def __init__(self, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
-        self._engines, self._device = engines, spec.device
-        self._setting = f"`{type(engines[0]).__name__}(weight_transfer={self.backend!r})`"
+    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
+        self._nccl, self._engines, self._device = kind == "nccl", engines, spec.device
+        self._setting = f"`{type(engines[0]).__name__}(weight_transfer={kind!r})`"
         if spec.device.type != "cuda":
             raise UsageError(
                 f"{self._setting}: the run is on {spec.device.type}, and this sends weights from "
@@ -86,14 +125,11 @@ class WeightTransfer(WeightsStore):
         self._lock = threading.Lock()  # engines may be replaced in several threads
         self._met: list[Child] = []
         """Processes of the engines that are connected."""
+        self._group: Any = None
 
     def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> SentWeights:
-        """Send the weights to all engines.
-
-        Raises:
-            UsageError: the weights cannot be read a second time, should an engine be replaced.
-        """
-        if not isinstance(named_tensors, WeightSource):
+        """Send the weights to all engines."""
+        if not isinstance(named_tensors, WeightSource):  # one may have to be replaced
             raise UsageError(f"{self._setting}: weights must come from a `WeightSource`.")
         assert dtype is not None
         for engine in self._engines:
@@ -103,12 +139,7 @@ class WeightTransfer(WeightsStore):
         return sent
 
     def send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
-        """Send weights to these engines and wait until they are loaded.
-
-        Raises:
-            RuntimeError: an engine keeps dying.
-            UsageError: the engines' GPUs do not suit this backend.
-        """
+        """Send weights to these engines and wait until they are loaded."""
         with self._lock, self._on_device():
             while True:
                 try:
@@ -117,8 +148,11 @@ class WeightTransfer(WeightsStore):
                     results([in_thread(engine.revive) for engine in died.engines])
 
     def close(self) -> None:
-        """Disconnect the engines."""
+        """Disconnect the engines; a broadcast that waits for one ends."""
         self._met = []
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -127,33 +161,86 @@ class WeightTransfer(WeightsStore):
             yield
 
     def _send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
-        said = self._ask(engines, [("gpus",)] * len(engines))  # every worker answers: all are ready
-        gpus = [*zip(engines, said, strict=True)]
-        children = [engine.child for engine in engines]
-        if children != self._met:
+        gpus = self._ask(engines, [("gpus",)] * len(engines))  # every worker answers: all are ready
+        if [engine.child for engine in engines] != self._met:
             self.close()
-            check_gpus(gpus, self._setting)
-            self._meet(gpus)
-            self._met = children
+            self._check_gpus(engines, gpus)
+            self._meet(engines, [len(own) for own in gpus])
+            self._met = [engine.child for engine in engines]
+        readers = [] if self._nccl else [gpu for own in gpus for gpu in own]
         first = True
-        with closing(weights.source.packed(weights.dtype, self._readers(gpus))) as packed:
+        with closing(weights.source.packed(weights.dtype, readers)) as packed:
             for bucket in packed:
-                self._pass_on(bucket, gpus, first)
+                self._pass_on(bucket, engines, gpus, first)
                 first = False
         for engine in engines:
             engine.stepped()
 
-    @abstractmethod
-    def _meet(self, gpus: Placed) -> None:
-        """Connect the trainer with these engines, whose GPUs are given."""
+    def _check_gpus(self, engines: Sequence[HasChild], gpus: list[list[str]]) -> None:
+        """Refuse engines that share a GPU, with each other or with NCCL's rank 0."""
+        trainer, seen = gpu_of(self._device), dict[str, str]()
+        for engine, own in zip(engines, gpus, strict=True):
+            for gpu in own:
+                if gpu in seen:
+                    raise UsageError(
+                        f"{self._setting}: {seen[gpu]} and {engine.numbered_name} are both on "
+                        f"{gpu}, and vLLM's weight transfer takes each GPU once. Lower "
+                        "`num_engines`, or leave `weight_transfer` out."
+                    )
+                if self._nccl and gpu == trainer:
+                    raise UsageError(
+                        f"{self._setting}: {engine.numbered_name} is on {gpu}, the trainer's own "
+                        f"GPU, and NCCL takes each GPU once. {engine.gpus_advice}, or use "
+                        "`weight_transfer='ipc'`."
+                    )
+                seen[gpu] = engine.numbered_name
 
-    @abstractmethod
-    def _readers(self, gpus: Placed) -> list[str]:
-        """GPUs on which engines read buckets by CUDA IPC."""
+    def _meet(self, engines: Sequence[HasChild], sizes: list[int]) -> None:
+        """Connect the trainer with these engines, which have so many workers."""
+        if not self._nccl:
+            self._ask(engines, [("join_transfer", {})] * len(engines))
+            return
+        guest.import_vllm()  # not in a thread, where a module may not set signal handlers
+        address = engines[0].trainer_address
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = int(probe.getsockname()[1])
+        *offsets, world = accumulate(sizes, initial=1)  # rank 0 is the trainer
+        common = {"master_address": address, "master_port": port, "world_size": world}
+        messages = [("join_transfer", {**common, "rank_offset": offset}) for offset in offsets]
+        self._ask(engines, messages, partial(self._open, common))
 
-    @abstractmethod
-    def _pass_on(self, bucket: PackedWeights, gpus: Placed, first: bool) -> None:
+    def _open(self, where: dict[str, Any]) -> None:
+        with self._on_device():
+            self._group = open_group(where)
+
+    def _pass_on(
+        self,
+        bucket: PackedWeights,
+        engines: Sequence[HasChild],
+        gpus: list[list[str]],
+        first: bool,
+    ) -> None:
         """Send a bucket and wait until it is loaded."""
+        update = bucket.described
+        if not self._nccl:
+            for engine, own in zip(engines, gpus, strict=True):
+                if missing := [gpu for gpu in own if gpu not in bucket.handles]:
+                    raise UsageError(
+                        f"{self._setting}: no rank of the trainer is on {missing[0]}, the GPU of "
+                        f"{engine.numbered_name}. Train on as many `devices` as there are GPUs of "
+                        "engines, or use `weight_transfer='nccl'` with engines on GPUs of their "
+                        "own."
+                    )
+            update |= {"tensor_sizes": bucket.sizes, "ipc_handles": bucket.handles}
+        messages = [("receive_weights", update, first, bucket.last)] * len(engines)
+        self._ask(engines, messages, partial(self._broadcast, bucket.data) if self._nccl else None)
+
+    def _broadcast(self, data: Tensor) -> None:
+        with self._on_device():
+            stream = torch.cuda.Stream()  # one that never ends must not hold up the trainer's
+            self._group.broadcast(data, src=0, stream=stream)
+            stream.synchronize()
 
     def _ask(
         self,
@@ -182,90 +269,6 @@ class WeightTransfer(WeightsStore):
         return results([call for call in (*calls, *own) if call.done()])[: len(calls)]
 
 
-class IPCTransfer(WeightTransfer):
-    """Lets engines read the trainer's buffers by CUDA IPC: each engine is on the GPU of a rank."""
-
-    backend = "ipc"
-
-    def _meet(self, gpus: Placed) -> None:
-        engines = [engine for engine, _ in gpus]
-        self._ask(engines, [("join_transfer", {})] * len(engines))
-
-    def _readers(self, gpus: Placed) -> list[str]:
-        return [gpu for _, own in gpus for gpu in own]
-
-    def _pass_on(self, bucket: PackedWeights, gpus: Placed, first: bool) -> None:
-        for engine, own in gpus:
-            if missing := [gpu for gpu in own if gpu not in bucket.handles]:
-                raise UsageError(
-                    f"{self._setting}: no rank of the trainer is on {missing[0]}, the GPU of "
-                    f"{engine.numbered_name}. Train on as many `devices` as there are GPUs of "
-                    "engines, or use `weight_transfer='nccl'` with engines on GPUs of their own."
-                )
-        update = {**described(bucket), "tensor_sizes": bucket.sizes, "ipc_handles": bucket.handles}
-        message = ("receive_weights", update, first, bucket.last)
-        self._ask([engine for engine, _ in gpus], [message] * len(gpus))
-
-
-class NCCLTransfer(WeightTransfer):
-    """Broadcasts buckets over NCCL to engines on GPUs of their own, on any node."""
-
-    backend = "nccl"
-
-    def __init__(self, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
-        super().__init__(spec, engines)
-        self._group: Any = None
-
-    def close(self) -> None:
-        """Leave the group; a broadcast that waits for an engine ends."""
-        super().close()
-        group, self._group = self._group, None
-        if group is not None:
-            group.destroy()
-
-    def _meet(self, gpus: Placed) -> None:
-        own = gpu_of(self._device)
-        for engine, theirs in gpus:
-            if own in theirs:
-                raise UsageError(
-                    f"{self._setting}: {engine.numbered_name} is on {own}, the trainer's own GPU, "
-                    f"and NCCL takes each GPU once. {engine.gpus_advice}, or use "
-                    "`weight_transfer='ipc'`."
-                )
-        guest.import_vllm()  # not in a thread, where a module may not set signal handlers
-        address = gpus[0][0].trainer_address
-        port, sizes = free_port(address), [len(theirs) for _, theirs in gpus]
-        world = 1 + sum(sizes)
-        common = {"master_address": address, "master_port": port, "world_size": world}
-        messages = [
-            ("join_transfer", {**common, "rank_offset": offset}) for offset in rank_offsets(sizes)
-        ]
-        self._ask([e for e, _ in gpus], messages, lambda: self._open(address, port, world))
-
-    def _readers(self, gpus: Placed) -> list[str]:
-        return []
-
-    def _pass_on(self, bucket: PackedWeights, gpus: Placed, first: bool) -> None:
-        message = ("receive_weights", described(bucket), first, bucket.last)
-        broadcast = partial(self._broadcast, bucket.data)
-        self._ask([engine for engine, _ in gpus], [message] * len(gpus), broadcast)
-
-    def _open(self, address: str, port: int, world_size: int) -> None:
-        from lit_rlsched.engines._vllm_receiver import open_group
-
-        with self._on_device():
-            self._group = open_group(address, port, world_size)
-
-    def _broadcast(self, data: torch.Tensor) -> None:
-        with self._on_device():
-            stream = torch.cuda.Stream()  # one that never ends must not hold up the trainer's
-            self._group.broadcast(data, src=0, stream=stream)
-            stream.synchronize()
-
-
-TRANSFERS: dict[str, type[WeightTransfer]] = {"ipc": IPCTransfer, "nccl": NCCLTransfer}
-
-
 def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> None:
     """Refuse a transfer that this engine cannot receive."""
     if setting is None:
@@ -281,41 +284,6 @@ def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> No
             f"{said} with `VLLMEngine(enable_lora=True)`: vLLM receives whole weights, no adapters "
             "alone. Leave one of the two out."
         )
-
-
-def check_gpus(gpus: Placed, setting: str) -> None:
-    """Refuse engines that share a GPU."""
-    seen: dict[str, str] = {}
-    for engine, own in gpus:
-        for gpu in own:
-            if gpu in seen:
-                raise UsageError(
-                    f"{setting}: {seen[gpu]} and {engine.numbered_name} are both on {gpu}, and "
-                    "vLLM's weight transfer takes each GPU once. Lower `num_engines`, or leave "
-                    "`weight_transfer` out."
-                )
-            seen[gpu] = engine.numbered_name
-
-
-def rank_offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the NCCL rank of each engine's first worker; rank 0 is the trainer."""
-    return [1 + sum(sizes[:index]) for index in range(len(sizes))]
-
-
-def described(bucket: PackedWeights) -> dict[str, Any]:
-    """The metadata of a bucket that vLLM needs."""
-    return {
-        "names": bucket.names,
-        "dtype_names": [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-        "shapes": bucket.shapes,
-    }
-
-
-def free_port(address: str) -> int:
-    """Return a port of this node that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Packs weights into buckets of bytes, as vLLM's weight-transfer API takes them."""
+"""Hands weights to engines in other processes: through shared memory or Ray's object store."""
 
 import os
 import tempfile
@@ -7,14 +7,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rlsched.engines.spec import Weights
-from lit_rlsched.ranks import Team
 
 Named = tuple[str, Tensor]
 _ALIGNMENT = 64
@@ -173,26 +172,6 @@ BUCKET = 2**30
 """Maximum bytes of a bucket; a larger tensor is a bucket of its own."""
 
 
-class WeightSource(ABC):
-    """The weights of a policy. Every pass reads them again, on all ranks at once."""
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Named]:
-        """Yield the whole tensors under their checkpoint names."""
-
-    @abstractmethod
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator["PackedWeights", None, None]:
-        """Yield the same tensors in buckets.
-
-        Args:
-            dtype: Precision of the engines; see `WeightsStore.write`.
-            gpus: UUIDs of the GPUs on which engines read the buckets by CUDA IPC; empty if they do
-                not.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
     """Several tensors in one buffer."""
@@ -213,6 +192,32 @@ class PackedWeights:
         pairs = zip(self.dtypes, self.shapes, strict=True)
         return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The metadata that vLLM needs."""
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        return {"names": self.names, "dtype_names": dtypes, "shapes": self.shapes}
+
+
+class WeightSource(ABC):
+    """The weights of a policy. Every pass reads them again, on all ranks at once."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Named]:
+        """Yield the whole tensors under their checkpoint names."""
+
+    @abstractmethod
+    def packed(
+        self, dtype: torch.dtype, gpus: Collection[str]
+    ) -> Generator[PackedWeights, None, None]:
+        """Yield the same tensors in buckets.
+
+        Args:
+            dtype: Precision of the engines; see `WeightsStore.write`.
+            gpus: UUIDs of the GPUs on which engines read the buckets by CUDA IPC; empty if they do
+                not.
+        """
+
 
 def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:
     """Group tensors in their order; only a single larger tensor exceeds `limit` bytes."""
@@ -226,57 +231,3 @@ def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[
         size += tensor.nbytes
     if group:
         yield group, True
-
-
-def pack(group: Iterable[Named], last: bool) -> PackedWeights:
-    """Copy tensors of one device into a buffer there, and wait until it is written."""
-    # wide types first: every tensor then begins at a multiple of its element's size
-    ordered = sorted(group, key=lambda pair: -pair[1].element_size())
-    tensors = [tensor.detach() for _, tensor in ordered]
-    data = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    if data.is_cuda:  # gathering has ended too, before anything is sent
-        torch.cuda.current_stream(data.device).synchronize()
-    return PackedWeights(
-        names=[name for name, _ in ordered],
-        dtypes=[tensor.dtype for tensor in tensors],
-        shapes=[list(tensor.shape) for tensor in tensors],
-        data=data,
-        last=last,
-    )
-
-
-def packed_weights(
-    named: Iterable[Named], dtype: torch.dtype, gpus: Collection[str], team: Team
-) -> Iterator[PackedWeights]:
-    """Do the work of `WeightSource.packed` on each rank; the leader yields every bucket.
-
-    For CUDA IPC, every rank on one of `gpus` fills a buffer of its own and keeps it until the
-    leader asks for the next bucket.
-    """
-    for group, last in buckets(rounded(named, dtype)):
-        exports = bool(gpus) and gpu_of(group[0][1].device) in gpus
-        packed = pack(group, last) if team.leads or exports else None
-        group.clear()  # a gathered tensor is not needed any more
-        if gpus:
-            own = handle_of(packed.data) if exports and packed is not None else {}
-            handles = {gpu: h for of_rank in team.all_gather(own) for gpu, h in of_rank.items()}
-            packed = packed and replace(packed, handles=handles)
-        if packed is not None:
-            yield packed
-        if gpus:
-            team.all_gather(None)  # the engines have read the bucket
-    if gpus:
-        torch.cuda.ipc_collect()
-
-
-def gpu_of(device: torch.device) -> str:
-    """Return the UUID of a GPU, by which vLLM names it."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def handle_of(data: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Export a tensor by CUDA IPC; return what another process opens it with, by UUID."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, arguments = reduce_tensor(data)
-    return {gpu_of(data.device): arguments}

@@ -1,8 +1,8 @@
-"""Scores of answers to reasoning-gym data sets, without running any text.
+"""Which reasoning-gym data sets may be scored: those whose verifier runs no text.
 
 Some of these data sets pass the answer, or columns of the row, to `eval` or to SymPy's parser,
-which runs it. Every verifier of version 0.1.25 was read, with all that it calls; `REVIEWED` says
-how an answer to each data set is checked instead. Other data sets are refused.
+which runs it. Every verifier of version 0.1.25 was read, with all that it calls; `REVIEWED` has
+those that only compare and convert, some of them within limits. Other data sets are refused.
 """
 
 import contextlib
@@ -15,35 +15,85 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_rlsched.rewards import verifiers
-from lit_rlsched.rewards.formulas import work_out
-from lit_rlsched.rewards.verifiers import FRACTION, LOGIC, NO_LONG_NUMBERS, Entry
 from lit_rlsched.settings import UsageError
 
 VERSION = "0.1.25"
 """Version of reasoning-gym that was reviewed."""
 MAX_COLUMN_CHARACTERS = 300_000
 """Maximum size of a row's columns, written as JSON."""
+Entry = dict[str, Any]
+"""`answer`, `metadata` and `question` of a row."""
+
+FRACTION = r"[-+0-9., /]{0,200}(?:[eE][-+]?[0-9]{1,3})?\s*"
+"""`Fraction` builds a number with as many digits as its exponent says."""
+LOGIC = r"(?!.*[A-Z]\s*[A-Z])[A-Z()\u00ac\u2227\u2228\u2192\u2194\s]*"
+"""Letters and the symbols for not, and, or, implies, if and only if."""
+NO_LONG_NUMBERS = r"(?!.*\d{2}).*"
+"""A move is repeated as often as the number after it says."""
+
+
+def check_hanoi(entry: Entry) -> None:
+    for name in ("num_disks", "num_pegs"):
+        _check_size(entry, name, most=100)
+
+
+def check_cube(entry: Entry) -> None:
+    _check_size(entry, "cube_size", most=20)
+    moves = entry["metadata"]["scramble_moves"]
+    if len(moves) > 2000 or not re.fullmatch(NO_LONG_NUMBERS, moves, re.DOTALL):
+        raise ValueError(f"`metadata.scramble_moves={moves!r:.80}` are not moves")
+
+
+def _check_size(entry: Entry, name: str, most: int) -> None:
+    if not 1 <= (size := entry["metadata"][name]) <= most:
+        raise ValueError(f"`metadata.{name}={size!r:.80}` is not from 1 to {most}")
+
+
+def check_lock(entry: Entry) -> None:
+    facts = entry["metadata"]
+    values = [facts["initial_value"], *(button["value"] for button in facts["buttons"])]
+    if any(abs(value) > 1000 for value in values):
+        raise ValueError(f"`metadata` has values above 1000: {values!r:.80}")
+
+
+def check_premises(entry: Entry) -> None:
+    facts = entry["metadata"]
+    if len(facts["variables"]) > 10:
+        raise ValueError(f"`metadata.variables={facts['variables']!r:.80}`: more than 10")
+    if set(re.findall("[A-Z]", "".join(facts["premises"]))) - set(facts["variables"]):
+        raise ValueError("`metadata.premises` has letters that `metadata.variables` does not list")
+    for premise in facts["premises"]:
+        if len(premise) > 500 or not re.fullmatch(LOGIC, premise, re.DOTALL):
+            raise ValueError(f"`metadata.premises` has {premise!r:.80}, which is not a formula")
+
+
+def check_fraction(entry: Entry) -> None:
+    if not re.fullmatch(FRACTION, entry["answer"]):
+        raise ValueError(f"`answer={entry['answer']!r:.80}` is not a number")
+
+
+def check_grid(entry: Entry) -> None:
+    """Turn the lists of JSON and Parquet into tuples, with which the library compares."""
+    facts = entry["metadata"]
+    facts["output"] = tuple(tuple(row) for row in facts["output"])
 
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """How an answer to one data set is checked.
+    """What the verifier of one data set may see.
 
     Attributes:
-        pattern: Regular expression that the whole answer must match. None: any text, as the data
-            set's verifier only compares it or converts it to plain values.
+        pattern: Regular expression that the whole answer must match. None: any text, as the
+            verifier only compares it or converts it to plain values.
         longest: Maximum number of characters in an answer.
         columns: Raises if the row's columns are not what the verifier expects.
-        score: Verifier that replaces the data set's own, which runs text.
-        missing: Score of a missing or unreadable answer, in place of `score`.
+        needs_answer: Whether the row must have an `answer` to which others are compared.
     """
 
     pattern: str | None = None
     longest: int = 20_000
     columns: Callable[[Entry], object] | None = None
-    score: Callable[[str, Entry], float] | None = None
-    missing: float = 0.0
+    needs_answer: bool = True
 
     def admits(self, answer: str) -> bool:
         """Return whether the verifier may see the answer."""
@@ -71,17 +121,11 @@ _READ_BY_INT_FLOAT_OR_DECIMAL = """
 """
 _READ_CELL_BY_CELL = "futoshiki kakurasu mini_sudoku pool_matrix sudoku survo"
 _READ_BY_JSON = """
-    game_of_life graph_color group_anagrams jugs knight_swap palindrome_partitioning
+    game_of_life group_anagrams jugs knight_swap palindrome_partitioning
 """
 _READ_MOVE_BY_MOVE = "shortest_path sokoban"
 
-_NEED_NO_ANSWER = """
-    bitwise_arithmetic boxnet countdown graph_color n_queens propositional_logic puzzle24
-    rubiks_cube rush_hour
-"""
-
-_FORMULA = r"[-+*/0-9a-zA-Z.() \t\r\n]*"
-_GRID = Review(columns=verifiers.check_grid)
+_GRID = Review(columns=check_grid)
 
 REVIEWED: dict[str, Review] = {
     **dict.fromkeys(_COMPARED_AS_TEXT.split(), Review()),
@@ -89,52 +133,24 @@ REVIEWED: dict[str, Review] = {
     **dict.fromkeys(_READ_CELL_BY_CELL.split(), Review()),
     **dict.fromkeys(_READ_BY_JSON.split(), Review()),
     **dict.fromkeys(_READ_MOVE_BY_MOVE.split(), Review()),
-    # their verifiers are used, with limits
+    # within limits
     "arc_agi": _GRID,
-    "boxnet": Review(longest=4000),
+    "boxnet": Review(longest=4000, needs_answer=False),
     "codeio": Review(longest=1000),  # compared by edit distance
-    "coin_flip": Review(FRACTION, columns=verifiers.check_fraction),
-    "propositional_logic": Review(LOGIC, longest=500, columns=verifiers.check_premises),
-    "quantum_lock": Review(columns=verifiers.check_lock),
+    "coin_flip": Review(FRACTION, columns=check_fraction),
+    "graph_color": Review(needs_answer=False),
+    "propositional_logic": Review(LOGIC, 500, check_premises, needs_answer=False),
+    "quantum_lock": Review(columns=check_lock),
     "rearc": _GRID,
-    "rubiks_cube": Review(NO_LONG_NUMBERS, longest=2000, columns=verifiers.check_cube),
-    "rush_hour": Review(NO_LONG_NUMBERS, longest=2000),
-    "tower_of_hanoi": Review(columns=verifiers.check_hanoi),
-    # theirs gives 1 to every answer
-    "game_of_life_halting": Review(score=verifiers.game_of_life_halting),
-    # theirs call `eval`
-    "binary_matrix": Review(r"[][(),'\"0-9\s]*", score=verifiers.binary_matrix),
-    "bitwise_arithmetic": Review(
-        r"[-+]?[0-9a-fA-FxXoObB_]*",
-        columns=lambda entry: work_out(entry["metadata"]["problem"]),
-        score=verifiers.bitwise_arithmetic,
-    ),
-    "n_queens": Review(r"[][(),'\"Q_\s]*", score=verifiers.n_queens),
-    "number_sorting": Review(
-        r"[][,'\"0-9.eE+\-\s]*",
-        columns=lambda entry: verifiers.listed_numbers(entry["answer"]),
-        score=verifiers.number_sorting,
-    ),
-    "spiral_matrix": Review(r"[][(),'\"0-9\s-]*", score=verifiers.spiral_matrix),
-    "string_insertion": Review(r"[][(),'\"A-Z\s]*", score=verifiers.string_insertion),
-    # theirs call SymPy's parser
-    "countdown": Review(
-        _FORMULA,
-        columns=verifiers.check_numbers("numbers", "target"),
-        score=verifiers.countdown,
-        missing=0.01,
-    ),
-    "puzzle24": Review(
-        _FORMULA,
-        columns=verifiers.check_numbers("numbers"),
-        score=verifiers.puzzle24,
-        missing=0.01,
-    ),
+    "rubiks_cube": Review(NO_LONG_NUMBERS, 2000, check_cube, needs_answer=False),
+    "rush_hour": Review(NO_LONG_NUMBERS, longest=2000, needs_answer=False),
+    "tower_of_hanoi": Review(columns=check_hanoi),
 }
-"""Data set -> how an answer to it is checked.
+"""Data set -> what its verifier may see.
 
-Left out are `composite`, which is made of others, and three whose answers only SymPy can compare:
-integrals and products of polynomials.
+Left out are those whose verifier runs text (`binary_matrix`, `bitwise_arithmetic`, `countdown`,
+`n_queens`, `number_sorting`, `puzzle24`, `spiral_matrix`, `string_insertion`, integrals, products
+of polynomials), `game_of_life_halting`, which gives 1 to any answer, and `composite`.
 """
 
 
@@ -161,27 +177,33 @@ def verifier_of(task: str) -> Callable[..., float]:
     return verifier
 
 
-def checked_entry(task: object, metadata: object, answer: object, question: object) -> Entry:
+def review_of(task: object) -> Review:
+    """Return how a data set is scored; refuse one that is not on the list."""
+    if isinstance(task, str) and task in REVIEWED:
+        return REVIEWED[task]
+    raise UsageError(
+        f"`task={task!r:.80}`: `reasoning_gym_reward` scores only data sets whose verifier was "
+        "reviewed, as some run the answer as Python. Use one of "
+        f"{', '.join(sorted(REVIEWED))}; for `countdown` use `countdown_reward`; or use a reward "
+        "function of your own."
+    )
+
+
+def checked_entry(
+    task: str, review: Review, metadata: object, answer: object = None, question: object = None
+) -> Entry:
     """Return a row's columns once their types and sizes are checked, whoever made the row."""
-    if not isinstance(task, str) or task not in REVIEWED:
-        raise UsageError(
-            f"`task={task!r:.80}`: `reasoning_gym_reward` scores only data sets whose verifier was "
-            "reviewed, as some run the answer as Python. Use one of "
-            "`lit_rlsched.rewards.answers.REVIEWED`, or a reward function of your own."
-        )
-    check_columns = REVIEWED[task].columns
     try:
         facts = json.loads(metadata) if isinstance(metadata, str) else metadata
-        if not isinstance(answer, str) and (
-            answer is not None or task not in _NEED_NO_ANSWER.split()
-        ):
+        if not isinstance(answer, str) and (answer is not None or review.needs_answer):
             raise UsageError(f"`answer={answer!r:.80}` is not text, to which answers are compared")
         if not isinstance(facts, Mapping):
             raise UsageError(f"`metadata={facts!r:.80}` is not a dict")
         entry = {"answer": answer, "metadata": dict(facts), "question": question}
-        _check_plain(entry)
-        if check_columns is not None:
-            check_columns(entry)
+        if len(json.dumps(entry, ensure_ascii=False)) > MAX_COLUMN_CHARACTERS:
+            raise UsageError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
+        if review.columns is not None:
+            review.columns(entry)
     except Exception as error:  # a column of another type may raise anything in the check
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UsageError(
@@ -191,27 +213,11 @@ def checked_entry(task: object, metadata: object, answer: object, question: obje
     return entry
 
 
-def _check_plain(entry: Entry) -> None:
-    if len(json.dumps(entry, ensure_ascii=False)) > MAX_COLUMN_CHARACTERS:
-        raise UsageError(f"more than {MAX_COLUMN_CHARACTERS} characters as JSON")
-
-
 def score_entry(task: str, answer: str | None, entry: Entry) -> float:
-    """Return the score of an answer. One that cannot be read scores like a missing one."""
-    review = REVIEWED[task]
-    if answer is not None and not review.admits(answer):
+    """Return the score of an answer. One that may not be seen scores like a missing one."""
+    if answer is not None and not REVIEWED[task].admits(answer):
         answer = None
-    if review.score is None:
-        return _score_with_library(verifier_of(task), answer, entry)
-    if not answer:
-        return review.missing
-    try:
-        return review.score(answer, entry)
-    except (ValueError, ArithmeticError, TypeError, RecursionError):
-        return review.missing
-
-
-def _score_with_library(verify: Callable[..., float], answer: str | None, entry: Entry) -> float:
+    verify = verifier_of(task)
     # some verifiers print or warn about what they cannot read
     with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
         try:

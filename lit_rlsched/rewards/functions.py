@@ -1,10 +1,20 @@
 """Ready-made reward functions with TRL's signature. Verifiers are imported on first use."""
 
 import functools
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
-from lit_rlsched.rewards.answers import checked_entry, import_reasoning_gym, score_entry
+from lit_rlsched.rewards.answers import (
+    Entry,
+    Review,
+    checked_entry,
+    import_reasoning_gym,
+    review_of,
+    score_entry,
+)
 from lit_rlsched.rewards.golds import (
     check_gold,
     choice_of,
@@ -52,21 +62,15 @@ def reasoning_gym_reward(
 ) -> list[float]:
     """Score the content of `<answer>...</answer>` as the reasoning-gym data set does.
 
-    No text of a model or a row is run: data sets whose own verifier would do so are scored by
-    verifiers of this package (`lit_rlsched.rewards.answers`). An answer of the wrong form scores
-    like a missing one.
+    No text of a model or a row is run: data sets whose verifier would do so are refused
+    (`lit_rlsched.rewards.answers`). An answer of the wrong form scores like a missing one.
     """
     rows = len(completions)
+    golds, questions = answer or [None] * rows, question or [""] * rows
+    given = zip(completions, task, metadata, golds, questions, strict=True)
     return [
-        score_entry(name, extract_answer(completion), checked_entry(name, facts, gold, text))
-        for completion, name, facts, gold, text in zip(
-            completions,
-            task,
-            metadata,
-            answer or [None] * rows,
-            question or [""] * rows,
-            strict=True,
-        )
+        score_entry(name, extract_answer(completion), checked_entry(name, review_of(name), *row))
+        for completion, name, *row in given
     ]
 
 
@@ -77,11 +81,72 @@ def check_reasoning_gym_row(columns: Mapping[str, Any]) -> None:
             f"there is no column {sorted(missing)}. `reasoning_gym_reward` needs `task` (the data "
             "set's name), `metadata` and `answer`, as `ReasoningGym` makes them."
         )
-    checked_entry(columns["task"], columns["metadata"], columns.get("answer"), None)
+    task = columns["task"]
+    checked_entry(task, review_of(task), columns["metadata"], columns.get("answer"))
 
 
 reasoning_gym_reward.warm_up = import_reasoning_gym  # type: ignore[attr-defined]
 reasoning_gym_reward.check_row = check_reasoning_gym_row  # type: ignore[attr-defined]
+
+
+_TOKEN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/()]")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
+def work_out(text: str) -> Fraction:
+    """Return the value of a formula of numbers, `+ - * /` and parentheses, exactly.
+
+    `eval` and SymPy's parser run their text as Python. Anything else raises `ValueError` here.
+    """
+    if re.sub(r"[ \t\r\n]+", "", _TOKEN.sub("", text)):
+        raise ValueError(f"not a formula: {text[:80]!r}")
+    tokens = [*_TOKEN.findall(text), ""]
+
+    def operand() -> Fraction:
+        token = tokens.pop(0)
+        if token == "(":
+            value = terms(("+", "-"))
+            if tokens.pop(0) != ")":
+                raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+            return value
+        if token in ("+", "-"):
+            return operand() if token == "+" else -operand()
+        return Fraction(token)  # raises a ValueError if it is no number
+
+    def terms(symbols: tuple[str, str]) -> Fraction:
+        one = functools.partial(terms, ("*", "/")) if symbols == ("+", "-") else operand
+        value = one()
+        while tokens[0] in symbols:
+            value = _OPERATORS[tokens.pop(0)](value, one())
+        return value
+
+    value = terms(("+", "-"))
+    if tokens != [""]:
+        raise ValueError(f"not a formula from {tokens[0]!r} on: {text[:80]!r}")
+    return value
+
+
+def _check_puzzle(entry: Entry) -> None:
+    for name in ("numbers", "target"):
+        value = entry["metadata"][name]
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(number, int) or abs(number) > 1e9:
+                raise ValueError(f"`metadata.{name}` has {number!r:.80}")
+
+
+_PUZZLE = Review(longest=64, columns=_check_puzzle, needs_answer=False)
+
+
+def _solves(answer: str, puzzle: Mapping[str, Any]) -> bool:
+    """Whether a formula uses each number of a puzzle once and has its target as the value."""
+    try:
+        value = float(work_out(answer))
+    except (ValueError, ArithmeticError):
+        return False
+    used = sorted(int(number) for number in re.findall(r"\b[0-9]+\b", answer))
+    target = puzzle["target"]
+    near = abs(value - target) <= 1e-6 + 1e-5 * abs(target)
+    return near and used == sorted(puzzle["numbers"])
 
 
 def countdown_reward(
@@ -104,16 +169,15 @@ def countdown_reward(
         completions, metadata, finish_reasons or [None] * len(completions), strict=True
     ):
         answer = extract_answer(completion)
-        plain = answer is not None and len(answer) <= 64 and "**" not in answer
-        entry = checked_entry("countdown", facts, None, None)
-        solved = plain and score_entry("countdown", answer, entry) >= 0.999
+        puzzle = checked_entry("countdown", _PUZZLE, facts)["metadata"]
+        solved = answer is not None and _PUZZLE.admits(answer) and _solves(answer, puzzle)
         scores.append(float(solved and reason != "length"))
     return scores
 
 
 def check_countdown_row(columns: Mapping[str, Any]) -> None:
     """Refuse a row that `countdown_reward` would not score."""
-    checked_entry("countdown", columns.get("metadata"), None, None)
+    checked_entry("countdown", _PUZZLE, columns.get("metadata"))
 
 
 countdown_reward.check_row = check_countdown_row  # type: ignore[attr-defined]

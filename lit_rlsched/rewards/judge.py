@@ -1,14 +1,15 @@
-"""Base class of rewards from a judge model."""
+"""Rewards from a judge model behind an endpoint."""
 
 import asyncio
 import logging
+import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
-from urllib.parse import unquote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
 
+from lit_rlsched.processes import PROXIES
 from lit_rlsched.rewards.functions import Completion
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.text import REDACTED, as_text, content_text, hide_keys
@@ -39,7 +40,7 @@ def closing_delimiters(template: str) -> dict[str, str]:
     }
 
 
-def quoted(value: Any, delimiter: str = "", tokens: Iterable[str] = ()) -> Any:
+def quoted(value: Any, delimiter: str = "") -> Any:
     """Return a value for a question, without its closing delimiter and without control tokens.
 
     Each of these is spelled out with spaces between its letters, so that the judge still sees it.
@@ -47,8 +48,6 @@ def quoted(value: Any, delimiter: str = "", tokens: Iterable[str] = ()) -> Any:
     if isinstance(value, int | float):
         return value
     text = CONTROL_TOKENS.sub(_spelled_out, str(value))
-    for token in tokens:
-        text = text.replace(token, " ".join(token)) if len(token) > 1 else text
     words = [re.escape(word) for word in delimiter.split()]
     return re.sub(r"\s+".join(words), _spelled_out, text, flags=re.I) if words else text
 
@@ -108,16 +107,16 @@ SHARE_OF_TIMEOUT = 0.9
 """Share of `reward_timeout` that a judge may take; the rest is for reporting the failure."""
 
 
-class NoAnswer(Exception):
-    """The judge gave no answer; the message says why."""
+class NoGrade(Exception):
+    """The judge gave no grade: `no_answer` or `unparsed`, and why."""
 
 
-class Unparsed(Exception):
-    """The judge's answer has no valid grade; the message says why."""
+def unparsed(why: str) -> NoGrade:
+    return NoGrade("unparsed", why)
 
 
-class Judge(RemembersInit, ABC):
-    """Reward function that asks a judge model.
+class JudgeReward(RemembersInit):
+    """Reward from a judge behind an endpoint for OpenAI's chat completions.
 
     The last match of `score_pattern` in the answer is the grade, which is mapped from `score_range`
     to a reward from 0 to 1. A grade that the pattern also finds in the completion may be a
@@ -126,7 +125,19 @@ class Judge(RemembersInit, ABC):
     `rewards/<name>/no_answers` or `rewards/<name>/unparsed`. The answers become the column
     `<name>_answer` of the completions table.
 
+    A reward worker asks about up to 32 completions at once. An endpoint that is down, busy (429) or
+    broken (5xx) is asked again after 0.5 s, 1 s, 2 s and so on, or when it says. All of this ends
+    before `reward_timeout`, and the completion is then counted as one without an answer.
+
     Args:
+        model: Name of the model at the endpoint.
+        base_url: Address of the endpoint, such as `http://localhost:8000/v1`. A query is sent with
+            each request.
+        api_key_env: Environment variable that holds the key. The judge is then called in reward
+            workers of its own, and only these see the key. None: the endpoint needs no key.
+        max_retries: Number of times a failing endpoint is asked again.
+        request_kwargs: More arguments of `chat.completions.create`. They override those of this
+            class; one that is None removes the argument.
         rubric: What a high and a low grade mean; replaces `{rubric}` in the template.
         template: The question. `{prompt}` and `{completion}` are replaced by their text (a chat of
             several messages or calls: a transcript), `{lowest}` and `{highest}` by `score_range`,
@@ -140,11 +151,22 @@ class Judge(RemembersInit, ABC):
         name: Name of the reward function in metrics.
 
     Raises:
-        UsageError: an argument is out of range, or two arguments contradict each other.
+        UsageError: an argument is out of range, two contradict each other, or the key is not set.
+
+    Example::
+
+        judge = JudgeReward("Qwen/Qwen3-8B", "http://localhost:8000/v1", rubric="Is it polite?")
+        RolloutDataModule("chats.jsonl", [judge], reward_timeout=60)
     """
 
     def __init__(
         self,
+        model: str,
+        base_url: str,
+        *,
+        api_key_env: str | None = None,
+        max_retries: int = 5,
+        request_kwargs: dict[str, Any] | None = None,
         rubric: str = RUBRIC,
         template: str = TEMPLATE,
         score_pattern: str = SCORE_PATTERN,
@@ -153,28 +175,41 @@ class Judge(RemembersInit, ABC):
         name: str = "judge",
     ) -> None:
         lowest, highest = score_range
+        fields = _fields(template)
         if lowest >= highest:
-            raise UsageError(
-                f"{self._called('score_range', score_range)}: the first must be less than the "
-                "second, such as [0, 10]."
-            )
+            why = "the first must be less than the second, such as [0, 10]."
+            raise _refusal("score_range", score_range, why)
         if not name.isidentifier():
-            raise UsageError(f"{self._called('name', name)}: use letters, digits and underscores.")
-        fields = self._check_template(template)
+            raise _refusal("name", name, "use letters, digits and underscores.")
         if "rubric" not in fields and rubric != RUBRIC:
-            raise UsageError(
-                f"{self._called('rubric', rubric)}: the template has no `{{rubric}}`. Add it, or "
-                "leave `rubric` out."
+            why = "the template has no `{rubric}`. Add it, or leave `rubric` out."
+            raise _refusal("rubric", rubric, why)
+        if not re.match(r"https?://[^/]", base_url):
+            why = "give an address such as 'http://localhost:8000/v1'."
+            raise _refusal("base_url", base_url, why)
+        if api_key_env is not None and not os.environ.get(api_key_env):
+            why = (
+                "this environment variable is not set. Set it to the endpoint's key, or leave "
+                "`api_key_env` out if it needs none."
             )
+            raise _refusal("api_key_env", api_key_env, why)
         self.__name__ = name
+        self.model = model
+        self.base_url = base_url
+        self.api_key_env = api_key_env
+        self.max_retries = max_retries
+        self.request_kwargs = request_kwargs or {}
         self.max_tokens = max_tokens
-        self._pattern = self._check_pattern(score_pattern)
+        self._longest_answer = CHARACTERS_PER_TOKEN * max_tokens
+        self._pattern = _compiled(score_pattern)
         self._range = lowest, highest
         self._template = template
         self._columns = fields - BUILT_IN_FIELDS
         self._own_fields = fields & SETTINGS
         self._settings = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
         self._delimiters = closing_delimiters(template)
+        self._client: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def required_columns(self) -> list[str]:
@@ -191,14 +226,23 @@ class Judge(RemembersInit, ABC):
         if empty := sorted(name for name in self._columns if columns.get(name) is None):
             raise UsageError(f"{empty}, which `template` names, is None. Fill in or drop the row.")
 
-    @abstractmethod
-    async def answer(self, question: str) -> str:
-        """Return the judge's greedy answer of at most `max_tokens` tokens.
+    @property
+    def env_vars(self) -> tuple[str, ...]:
+        """Environment variables that only this judge's workers see."""
+        return PROXIES if self.api_key_env is None else (self.api_key_env, *PROXIES)
+
+    def warm_up(self) -> None:
+        """Import OpenAI's client, which takes a second.
 
         Raises:
-            NoAnswer: the judge gave no answer.
-            Unparsed: the answer was cut.
+            UsageError: it is not installed.
         """
+        try:
+            import openai  # noqa: F401
+        except ImportError as error:
+            raise UsageError(
+                "JudgeReward needs OpenAI's client: install `lit-rlsched[judge]`."
+            ) from error
 
     async def __call__(
         self,
@@ -227,10 +271,8 @@ class Judge(RemembersInit, ABC):
                 if not scope.expired():
                     raise
                 log_failure("no_answer", f"none within {limit:g} s, including retries")
-            except NoAnswer as reason:
-                log_failure("no_answer", str(reason))
-            except Unparsed as reason:
-                log_failure("unparsed", str(reason))
+            except NoGrade as failure:
+                log_failure(*failure.args)
             return None
 
         scores = list(await asyncio.gather(*map(judge, range(len(completions)))))
@@ -246,21 +288,15 @@ class Judge(RemembersInit, ABC):
         """
         if missing := self._columns - columns.keys():
             raise UsageError(
-                f"`{type(self).__name__}(template=...)` names {sorted(missing)}, of which the data "
+                f"`JudgeReward(template=...)` names {sorted(missing)}, of which the data "
                 "has no column. Add it to every row, or double the braces."
             )
         texts = {**columns, "prompt": _shown(prompt), "completion": _shown(completion)}
-        tokens = self.control_tokens()
         fields = {
-            name: quoted(text, self._delimiters.get(name, ""), tokens)
-            for name, text in texts.items()
+            name: quoted(text, self._delimiters.get(name, "")) for name, text in texts.items()
         }
         mark = f"{stable_hash(*map(str, texts.values())):016x}"
         return self._template.format(**fields, **self._settings, mark=mark)
-
-    def control_tokens(self) -> Collection[str]:
-        """Return the control tokens of the judge's tokenizer, if it is known."""
-        return ()
 
     def score(self, answer: str, completion: Completion = "") -> float:
         """Return the reward for a judge's answer: 0 for the lowest grade, 1 for the highest.
@@ -270,13 +306,15 @@ class Judge(RemembersInit, ABC):
             completion: The judged completion; a grade that stands in it does not count.
 
         Raises:
-            Unparsed: there is no grade in the range, or only quoted ones.
+            NoGrade: there is no grade in the range, or only quoted ones.
         """
-        if len(answer) > (longest := self._longest_answer):
-            raise Unparsed(f"{len(answer)} characters, more than {longest}: {answer:.200}")
+        if len(answer) > self._longest_answer:
+            raise unparsed(
+                f"{len(answer)} characters, more than {self._longest_answer}: {answer:.200}"
+            )
         grades = self._pattern.findall(answer)
         if not grades:
-            raise Unparsed(f"no grade in {answer[-200:]!r}")
+            raise unparsed(f"no grade in {answer[-200:]!r}")
         # a pattern of bare numbers marks nothing as a grade, so that it finds no quotation either
         shown = _shown(completion)
         texts = (shown, shown.replace("\\", ""))  # the arguments of a call are escaped
@@ -284,54 +322,111 @@ class Judge(RemembersInit, ABC):
         quotations = {_number(found[1]) for found in matches if found[0].strip() != found[1]}
         own = [grade for grade in grades if _number(grade) not in quotations]
         if not own:
-            raise Unparsed(f"the grade {grades[-1]} also stands in what was graded: a quotation?")
+            raise unparsed(f"the grade {grades[-1]} also stands in what was graded: a quotation?")
         grade = _number(own[-1])
         if isinstance(grade, str):
-            raise Unparsed(f"the grade {grade!r} is not a number")
+            raise unparsed(f"the grade {grade!r} is not a number")
         lowest, highest = self._range
         if not lowest <= grade <= highest:
-            raise Unparsed(f"the grade {own[-1]} is not from {lowest:g} to {highest:g}")
+            raise unparsed(f"the grade {own[-1]} is not from {lowest:g} to {highest:g}")
         return (grade - lowest) / (highest - lowest)
 
-    @property
-    def _longest_answer(self) -> int:
-        return CHARACTERS_PER_TOKEN * self.max_tokens
+    async def answer(self, question: str) -> str:
+        """Ask the endpoint."""
+        import openai
 
-    def _check_template(self, template: str) -> set[str]:
-        """Return the template's fields."""
-        called = self._called("template", template)
-        braces = "Double every brace that is not of a field: {{ and }}."
+        request = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            **self.request_kwargs,
+        }
+        request = {name: value for name, value in request.items() if value is not None}
+        secrets = secrets_in(self._key(), self.base_url, self.request_kwargs)
+
+        def no_answer(why: str) -> NoGrade:
+            return NoGrade("no_answer", redact(f"{self.base_url}: {why}", secrets))
+
         try:
-            parts = list(Formatter().parse(template))
-        except ValueError as error:
-            raise UsageError(f"{called}: {error}. {braces}") from error
-        fields = {name for _, name, _, _ in parts if name is not None}
-        if odd := sorted(name for name in fields if not name.isidentifier()):
-            raise UsageError(f"{called}: {odd} cannot be the names of columns. {braces}")
-        if "completion" not in fields:
-            raise UsageError(
-                f"{called}: it has no `{{completion}}`, so the judge would not see it."
-            )
-        return fields
-
-    def _check_pattern(self, pattern: str) -> re.Pattern[str]:
-        called = self._called("score_pattern", pattern)
+            response = await self._connected().chat.completions.create(**request)
+        except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is not JSON
+            cause = f" ({error.__cause__})" if error.__cause__ else ""
+            # not `from error`: a traceback with the cause would show the unredacted body
+            raise no_answer(f"{type(error).__name__}: {error!s:.2000}{cause}") from None
         try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise UsageError(f"{called} is not a regular expression: {error}.") from error
-        if compiled.groups != 1:
-            raise UsageError(
-                f"{called} has {compiled.groups} groups: exactly one, the grade, must stand in "
-                "parentheses; write others as (?:...)."
-            )
-        return compiled
-
-    def _called(self, field: str, value: object) -> str:
-        return hide_keys(f"`{type(self).__name__}({field}={value!r})`")
+            choice = response.choices[0]
+            text, reason = choice.message.content, choice.finish_reason
+        except (AttributeError, IndexError, TypeError):
+            raise no_answer(f"no chat completion: {response!r:.200}") from None
+        if reason == "length":
+            cut = redact(str(text or ""), secrets)
+            raise unparsed(f"cut at max_tokens={self.max_tokens}: {cut:.200}")
+        if not isinstance(text, str):
+            raise no_answer(f"{reason}, without a text")
+        return redact(text, secrets)
 
     def _warn(self, kind: str, reason: str) -> None:
         logger.warning("`%s` gave no score for a completion: %s: %s", self.__name__, kind, reason)
+
+    def _key(self) -> str:
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
+    def _connected(self) -> Any:
+        """Return the client of this event loop."""
+        import openai
+
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            address = urlsplit(self.base_url)
+            self._client = openai.AsyncOpenAI(
+                base_url=address._replace(query="").geturl(),  # it would put its path behind this
+                default_query=dict(parse_qsl(address.query)),
+                api_key=self._key() or "none",
+                max_retries=self.max_retries,
+            )
+            self._loop = loop
+        return self._client
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the client, as each process opens its own."""
+        return self.__dict__ | {"_client": None, "_loop": None}
+
+
+def _refusal(field: str, value: object, why: str) -> UsageError:
+    return UsageError(f"{hide_keys(f'`JudgeReward({field}={value!r})`')}: {why}")
+
+
+def _fields(template: str) -> set[str]:
+    """Return the template's fields."""
+    braces = "Double every brace that is not of a field: {{ and }}."
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise _refusal("template", template, f"{error}. {braces}") from error
+    fields = {name for _, name, _, _ in parts if name is not None}
+    if odd := sorted(name for name in fields if not name.isidentifier()):
+        raise _refusal("template", template, f"{odd} cannot be the names of columns. {braces}")
+    if "completion" not in fields:
+        why = "it has no `{completion}`, so the judge would not see it."
+        raise _refusal("template", template, why)
+    return fields
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise _refusal(
+            "score_pattern", pattern, f"it is not a regular expression: {error}."
+        ) from error
+    if compiled.groups != 1:
+        why = (
+            f"it has {compiled.groups} groups: exactly one, the grade, must stand in parentheses; "
+            "write others as (?:...)."
+        )
+        raise _refusal("score_pattern", pattern, why)
+    return compiled
 
 
 def _shown(chat: str | Sequence[Mapping[str, Any]]) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
-from lit_rlsched.data.control_tokens import RESET, ControlTokens
-from lit_rlsched.data.messages import NO_PROMPT
+from lit_rlsched.data.messages import NO_PROMPT, RESET, ControlTokens
 from lit_rlsched.environments.answers import Answer
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments

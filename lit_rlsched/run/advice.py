@@ -1,17 +1,14 @@
 """Warnings about runs that will learn little or nothing, with what to change."""
 
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from lit_rlsched.engines.placement import available_cores
+from lit_rlsched.engines.devices import available_cores
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.scheduling.step_times import StepSpeed
 from lit_rlsched.text import percent
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import noise
@@ -24,14 +21,8 @@ MOSTLY_EQUAL_ROUNDS = 20
 """Number of rounds over which the share of prompts with equal rewards is averaged."""
 MOSTLY_EQUAL = 0.8
 """Average share of prompts with equal rewards from which a run is warned."""
-VERIFIED_ROUNDS = 20
-"""Number of rounds over which the costs of verified drafts are averaged."""
 LARGE = 10_000_000
 """Parameters from which several threads compute a decode step faster than one."""
-SLOW = 3.0
-"""Time of decode steps from which a run is warned, over that of the same kind of steps before."""
-NOT_WORTH = 1.1
-"""Cost of verified drafts from which a run is warned, over the time of plain rounds."""
 _WHAT_TO_DO = (
     "Use easier or harder prompts, more `num_generations`, a higher `temperature`, or "
     "`DynamicSampling`; docs/howto/reward_stays_zero.md goes through the causes."
@@ -44,40 +35,11 @@ _OPTIMIZER_KEYS = {
 """Settings of the module and their keys in AdamW's parameter groups, the preferred one first."""
 
 
-class Verified(NamedTuple):
-    """A round of `AheadRollout(correction="verify")`, in seconds."""
-
-    cost: float
-    """Verification, draws after it, and the trainer's wait for the drafts, without the time in
-    which it computed gradients."""
-    plain: float
-    """Least time in which the engine would draw the whole round at once."""
-    kept: float
-    """Share of the drafts' tokens."""
-
-    @classmethod
-    def of(cls, round: Round) -> "Verified | None":
-        """Return the figures of a round; `None` without drafts that were drawn ahead."""
-        metrics, trace = round.metrics, round.trace
-        if trace is None or not trace.decode_steps or "ahead_rollout/tokens" not in metrics:
-            return None
-        lengths = [c.drawn for c in round.completions]
-        steps = max(max(lengths), sum(lengths) / trace.slots)
-        waited = metrics["time/rollout"] + metrics["ahead_rollout/wait_seconds"]
-        return cls(
-            waited - metrics.get("streamed_training/gradient_seconds", 0.0),
-            steps * trace.seconds / trace.decode_steps,
-            metrics.get("drafts/accepted_share", 1.0),
-        )
-
-
 class Advice:
     """Warnings of a run, each given once even if the run is resumed."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
-        self._verified: deque[Verified] = deque(maxlen=VERIFIED_ROUNDS)
-        self._speed = StepSpeed()
 
     def at_start(
         self,
@@ -103,16 +65,11 @@ class Advice:
 
     def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
         """Return warnings after a round was drawn and scored."""
-        if (verified := Verified.of(round)) is not None:
-            self._verified.append(verified)
-        slower = None if round.trace is None else self._speed.times_as_long(round.trace)
         reasons = [c.finish_reason for c in round.completions]
         return self._once(
             all_cut=all_cut(reasons, limit),
             equal_rewards=equal_rewards(record),
             mostly_equal=mostly_equal(record) if in_groups else None,
-            costly_drafts=costly_drafts(self._verified),
-            slow_steps=slow_steps(slower),
         )
 
     def _once(self, **found: str | None) -> list[str]:
@@ -192,21 +149,14 @@ def all_cut(finish_reasons: Sequence[str | None], limit: int) -> str | None:
     )
 
 
-def _equal_shares(record: RunRecord, rounds: int) -> list[float]:
-    """Return the share of compared rewards that are equal in each of the last rounds."""
-    return [row["frac_reward_zero_std"] for row in record.rounds[-rounds:]]
-
-
 def equal_rewards(record: RunRecord) -> str | None:
     """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds."""
-    shares = _equal_shares(record, EQUAL_ROUNDS)
+    shares = [row["frac_reward_zero_std"] for row in record.rounds[-EQUAL_ROUNDS:]]
     if len(shares) < EQUAL_ROUNDS or min(shares) < 1:
         return None
-    last = [row["rewards"] for row in record.prompts if row["round"] == record.num_rounds]
-    seen = [reward for rewards in last for reward in rewards if not math.isnan(reward)]
     return (
         f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
-        f"the last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their "
+        f"the last one {record.rounds[-1]['reward']:g} on average): their "
         "advantages are zero, so nothing is learned from them. Look at the completions table: does "
         f"the reward function find the answers? {_WHAT_TO_DO}"
     )
@@ -214,41 +164,13 @@ def equal_rewards(record: RunRecord) -> str | None:
 
 def mostly_equal(record: RunRecord) -> str | None:
     """Warn if most prompts of the last `MOSTLY_EQUAL_ROUNDS` rounds had equal rewards."""
-    shares = _equal_shares(record, MOSTLY_EQUAL_ROUNDS)
+    shares = [row["frac_reward_zero_std"] for row in record.rounds[-MOSTLY_EQUAL_ROUNDS:]]
     if len(shares) < MOSTLY_EQUAL_ROUNDS or (mean := fmean(shares)) < MOSTLY_EQUAL:
         return None
     return (
         f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the prompts had "
         "the same reward, so the update learned nothing from them (`frac_reward_zero_std`). "
         f"{_WHAT_TO_DO}"
-    )
-
-
-def costly_drafts(rounds: Sequence[Verified]) -> str | None:
-    """Warn if drafts cost more than they saved in the last `VERIFIED_ROUNDS` rounds."""
-    if len(rounds) < VERIFIED_ROUNDS:
-        return None
-    cost, plain, kept = (fmean(values) for values in zip(*rounds, strict=True))
-    if cost <= NOT_WORTH * plain:
-        return None
-    return (
-        "`AheadRollout(correction='verify')` costs more than it saves: in the last "
-        f"{len(rounds)} rounds it took {cost:.3g} s a round to wait for drafts, verify them and "
-        f"draw what was not kept; drawing whole rounds takes about {plain:.3g} s. {percent(kept)} "
-        "of the tokens drawn ahead were kept. Use `correction='importance'`, or leave "
-        "`AheadRollout` out; docs/explanation/ahead_rollout.md says when verified drafts pay."
-    )
-
-
-def slow_steps(slower: float | None) -> str | None:
-    """Warn if decode steps take much longer than they did in this run."""
-    if slower is None or slower < SLOW:
-        return None
-    return (
-        f"The decode steps of a round take {slower:.3g} times as long as in the fastest round of "
-        "this run, with as many completions running: another program, or an update beside the "
-        "rollout, uses the same cores or device (`top` or `nvidia-smi` shows it), or they are "
-        "throttled. Tokens do not change, but seconds of this run say little about its schedule."
     )
 
 

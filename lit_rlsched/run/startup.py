@@ -11,14 +11,13 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lit_rlsched.data.control_tokens import ControlTokens
+from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.data.prompts import PromptSets, tokenize
 from lit_rlsched.data.row_table import Row, RowTable
-from lit_rlsched.data.source import DomainSource
-from lit_rlsched.data.stream import RowStream, StreamSource, check_streams
+from lit_rlsched.data.source import DomainSource, RowStream, StreamSource, check_streams
 from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.gpu_setup import warn_of_unseen_gpu
+from lit_rlsched.engines.devices import warn_of_unseen_gpu
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.environments.chat import ToolChat
@@ -194,7 +193,6 @@ class Startup:
             kv_cache_bytes=self._schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if engine.enable_lora else None,
             first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
-            drafting=self._schedule.drafting,
             returns=settings.tools is not None,
         )
         return replace(spec, slots=self.slots(spec))
@@ -206,7 +204,9 @@ class Startup:
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
         answers = settings.evaluation.num_generations + settings.evaluation.greedy
         generations, rule = num_generations or settings.num_generations, self._schedule.rule
-        prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
+        chosen = self._slots.slots is not None or self._slots.memory_budget is not None
+        most = rule.most_prompts() if chosen else rule.slot_prompts()
+        prompts, held_out = (-(-n // engines) for n in (most, held_out))
         each = self._slots.engine_slots(
             engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             max(prompts * rule.launched(generations), held_out * answers),
@@ -257,8 +257,6 @@ class Startup:
         settings, trainer, schedule = self._settings, self._trainer, self._schedule
         check_float32(self.policy, type(trainer.lightning_module).__name__)
         self._warn(advice)
-        if schedule.lengths is not None:
-            schedule.lengths.bind(self.decode)
         settings.rewards.start()
         scorer = Scorer(
             settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored
@@ -281,7 +279,6 @@ class Startup:
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
-            in_flight=schedule.in_flight,
             turns=self._turns(scorer),
             control_tokens=self._control_tokens,
         )

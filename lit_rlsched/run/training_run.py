@@ -14,18 +14,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
-from lit_rlsched.data.stream import RowStream, StreamSource
+from lit_rlsched.data.source import RowStream, StreamSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
-from lit_rlsched.run.arrival import make_team
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
+from lit_rlsched.run.run_config import describe_runs
+from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_team
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
     check_drawn,
@@ -39,7 +39,6 @@ from lit_rlsched.run.saving.resuming import (
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
-from lit_rlsched.run.wandb_runs import describe_runs
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.settings import UsageError
@@ -337,7 +336,7 @@ class TrainingRun:
 
     def _take(self, round: Round) -> None:
         self.current, self._start, self._empty_steps = round, round.version, 0
-        self.record.add_round(round, self.settings.rewards.weights)
+        self.record.add_round(round)
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
@@ -348,6 +347,9 @@ class TrainingRun:
         """Return the `Drawing` of a round under the current weights."""
         trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
+        left = limits.rounds_left if limits is not None else 1
+        if left is not None:
+            left -= number - self.num_rounds
         return Drawing(
             self.session,
             self.startup.policy,
@@ -355,7 +357,7 @@ class TrainingRun:
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
-            lambda: limits is not None and not limits.is_last_round,
+            left,
         )
 
     def end_round(self) -> dict[str, float]:
@@ -424,10 +426,10 @@ class TrainingRun:
         settings = self.settings
         check_same_settings(state["settings"], self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
-        if ahead := state.get("next", {}).get("round"):
+        if ahead := state["next"]["round"]:
             drawn.append(ahead["trained"])
         limit = settings.sampling.max_completion_length
-        check_drawn(drawn, state.get("reward_funcs"), settings.rewards.names, limit)
+        check_drawn(drawn, state["reward_funcs"], settings.rewards.names, limit)
         self.clock.before = state.get("seconds", 0.0)
         self.record.load_state_dict(state.get("record", {}))
         self.advice.load_state_dict(state.get("advice", {}))
@@ -451,11 +453,11 @@ class TrainingRun:
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         pool, following = self.pool, self.rounds.overlap
-        if (following.tokens and schedule.ahead != "importance") or not schedule.ahead:
+        if not schedule.ahead:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        complete([*pool.completions, *ahead], startup.decode, schedule.verifies_drafts)
+        complete([*pool.completions, *ahead], startup.decode)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)
         self.current, self._start, self._empty_steps = None, 0, 0

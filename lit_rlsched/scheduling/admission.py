@@ -4,19 +4,19 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from lit_rlsched.scheduling.planning import plan_makespan
 from lit_rlsched.types import Request
 
-Order = Literal["fifo", "least_attained", "shortest_first", "longest_first", "planned"]
+Order = Literal["fifo", "shortest_first", "longest_first", "planned"]
+Refill = Literal["continuous", "rounds"]
 
 REPLAN_SHARE = 1 / 8
-"""A new plan is made once this share of the waiting requests is new or has a new prediction."""
+"""A new plan is made once this share of the waiting requests is new."""
 
 KEYS: dict[Order, Callable[[Request], float]] = {
     "fifo": lambda request: 0.0,
-    "least_attained": lambda request: len(request.prefix_ids),
     "shortest_first": lambda request: steps_left(request),
     "longest_first": lambda request: -steps_left(request),
 }
@@ -28,13 +28,6 @@ def steps_left(request: Request) -> float:
     return (request.expected or 0.0) * (1.0 + request.waits)
 
 
-class _Entry(NamedTuple):
-    later: bool
-    key: float
-    arrival: int
-    request_id: str
-
-
 class WaitingQueue:
     """Requests sorted by the key of an order, and by arrival where keys are equal.
 
@@ -42,57 +35,39 @@ class WaitingQueue:
     """
 
     def __init__(self, order: Order) -> None:
-        self._order: Order = order
-        self._requests: dict[str, Request] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._heap: list[_Entry] = []  # may also hold entries that are no longer in `_entries`
+        self._order: Order = order  # not its key: a queue is pickled
+        self._requests: dict[int, Request] = {}
+        """Requests by the number of their arrival."""
+        self._heap: list[tuple[bool, float, int]] = []  # also of requests that have left
         self._arrivals = 0
-        self.later = 0
-        """Number of waiting requests that are `later`."""
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
         self._arrivals += 1
-        if request.later:
-            self.later += 1
-        self._enter(request, self._arrivals)
+        self._requests[self._arrivals] = request
+        heapq.heappush(self._heap, (request.later, KEYS[self._order](request), self._arrivals))
 
     def peek(self, slot: int) -> Request:
         """Return the request that `slot` takes next; raise `IndexError` if the queue is empty."""
-        while self._entries.get(self._heap[0].request_id) != self._heap[0]:
-            heapq.heappop(self._heap)
-        return self._requests[self._heap[0].request_id]
+        return self._requests[self._next(slot)]
 
     def pop(self, slot: int) -> Request:
-        return self._remove(self.peek(slot).id)
+        return self._requests.pop(self._next(slot))
 
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        """Set new predictions by request id; ids that do not wait here are ignored."""
-        for request_id in expected.keys() & self._requests.keys():
-            request = replace(self._requests[request_id], expected=expected[request_id])
-            self._enter(request, self._entries[request_id].arrival)
+    def _next(self, slot: int) -> int:
+        while self._heap[0][-1] not in self._requests:
+            heapq.heappop(self._heap)
+        return self._heap[0][-1]
 
     def discard(self, request_ids: Collection[str]) -> None:
         """Remove these requests; ids that do not wait here are ignored."""
-        for request_id in self._requests.keys() & set(request_ids):
-            self._remove(request_id)
+        gone = set(request_ids)
+        self._requests = {n: each for n, each in self._requests.items() if each.id not in gone}
 
     def clear(self) -> None:
-        self._requests, self._entries, self._heap, self.later = {}, {}, [], 0
-
-    def _enter(self, request: Request, arrival: int) -> None:
-        entry = _Entry(request.later, KEYS[self._order](request), arrival, request.id)
-        self._requests[request.id] = request
-        if self._entries.get(request.id) != entry:
-            self._entries[request.id] = entry
-            heapq.heappush(self._heap, entry)
-
-    def _remove(self, request_id: str) -> Request:
-        if self._entries.pop(request_id).later:
-            self.later -= 1
-        return self._requests.pop(request_id)
+        self._requests, self._heap = {}, []
 
 
 class PlannedQueue(WaitingQueue):
@@ -105,52 +80,33 @@ class PlannedQueue(WaitingQueue):
 
     def __init__(self) -> None:
         super().__init__("shortest_first")  # the order in which requests are stolen
-        self._shares: list[deque[str]] = []
-        self._changes = 0  # requests that are new, or have a new prediction, since the last plan
+        self._shares: list[deque[int]] = []
+        self._new = 0  # requests since the last plan
 
     def push(self, request: Request) -> None:
         """Add a request; it has no share before the next plan."""
         super().push(request)
-        self._changes += 1
+        self._new += 1
 
     def plan(self, loads: Sequence[float]) -> None:
         """Make a new plan if enough has changed since the last one."""
-        if self._changes == 0 or self._changes < REPLAN_SHARE * len(self):
+        if self._new == 0 or self._new < REPLAN_SHARE * len(self):
             return
-        requests = [request for request in self._requests.values() if not request.later]
-        lengths = [*map(steps_left, requests)]
+        planned = [number for number, request in self._requests.items() if not request.later]
+        lengths = [steps_left(self._requests[number]) for number in planned]
         plan = plan_makespan(lengths, len(loads), loads=loads)
-        self._shares = [deque(requests[i].id for i in share) for share in plan]
-        self._changes = 0
+        self._shares = [deque(planned[i] for i in share) for share in plan]
+        self._new = 0
 
-    def peek(self, slot: int) -> Request:
-        """Return the next request of the slot's share, or else the shortest of all."""
-        share = self._shares[slot] if slot < len(self._shares) else deque()
-        while share:
-            if share[0] in self._requests:
-                return self._requests[share[0]]
+    def _next(self, slot: int) -> int:
+        share: deque[int] = self._shares[slot] if slot < len(self._shares) else deque()
+        while share and share[0] not in self._requests:
             share.popleft()  # another slot has stolen it
-        return super().peek(slot)
-
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        """Set new predictions; they count towards the next plan."""
-        self._changes += sum(request_id in self._requests for request_id in expected)
-        super().rekey(expected)
+        return share[0] if share else super()._next(slot)
 
     def clear(self) -> None:
         super().clear()
-        self._shares, self._changes = [], 0
-
-
-def waiting_queue(order: Order) -> WaitingQueue:
-    return PlannedQueue() if order == "planned" else WaitingQueue(order)
-
-
-Refill = Literal["continuous", "rounds"]
-
-TURNS = 8
-"""Turns that a completion of the maximum length takes in `least_attained` order. More turns mean
-more pauses; 8 remove three quarters of the gap between `fifo` and the lower bound."""
+        self._shares, self._new = [], 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +143,6 @@ class Admission:
     and requests with a `pause_at`: they probe, so they are short, and a length predictor needs
     their tokens. The others follow in `order`.
 
-    In `least_attained` order (least attained service first, as in operating systems) requests take
-    turns. While others wait, a request is admitted for an eighth of the maximum length, then pauses
-    until requests with fewer tokens have caught up. No request makes way for `later` ones. Long
-    completions thus start early and end at about the same time, without any prediction. Rounds that
-    may throw away unfinished completions set `take_turns` to false: requests then keep their slot,
-    as in `fifo`.
-
     With a `budget`, a request is admitted only if all running requests can never take more cache
     than the budget (the dynamic slots of Infinite Sampling, arXiv 2506.22950). To reserve less than
     a whole completion, a request is admitted for a lease of some tokens, pauses, and waits again.
@@ -210,32 +159,22 @@ class Admission:
         self.budget = budget
         self.refill = refill
         self.order = order
-        self.take_turns = True
-        """Whether requests of `least_attained` order take turns in this round."""
         self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
-        self._waiting = waiting_queue(order)
+        self._waiting = PlannedQueue() if order == "planned" else WaitingQueue(order)
         self._leased: set[str] = set()
         self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
         self._running: dict[str, tuple[Request, int]] = {}  # with the slot
         self._free = list(range(slots))
-
-    @property
-    def pauses(self) -> bool:
-        """Whether admitted requests may have to pause while others wait."""
-        return self.budget is not None or self.order == "least_attained"
 
     def __len__(self) -> int:
         return len(self._first) + len(self._waiting)
 
     def push(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            leased = request.id in self._leased
-            self._leased.discard(request.id)
-            if leased and self.order != "least_attained":
+            if request.id in self._leased:
+                self._leased.remove(request.id)
                 self._first.appendleft(request)  # its cache is the last to be overwritten
-            elif request.pause_at is not None or (
-                request.returns and self.order != "least_attained"
-            ):
+            elif request.pause_at is not None or request.returns:
                 self._first.append(request)
             else:
                 self._waiting.push(request)
@@ -243,19 +182,22 @@ class Admission:
                 self._expected_tokens += len(request.prompt_ids) + len(request.prefix_ids)
                 self._expected_tokens += request.expected or 0.0
 
-    def rekey(self, expected: Mapping[str, float]) -> None:
-        """Set new predictions of tokens to come, by request id; other ids are ignored."""
-        self._waiting.rekey(expected)
-
     def pop(self, running: Mapping[str, int], kv_tokens: int = 0) -> list[Request]:
-        """Remove and return the requests that start now."""
+        """Remove and return the requests that start now.
+
+        `running` has the tokens that each running request has drawn since it was admitted,
+        `kv_tokens` those in the engine's cache.
+        """
         if not len(self) or len(running) >= self.slots or (running and self.refill == "rounds"):
             return []
         for request_id in self._running.keys() - running.keys():
             heapq.heappush(self._free, self._running.pop(request_id)[1])
         if isinstance(self._waiting, PlannedQueue):
             self._waiting.plan(self._loads(running))
-        room = self._room(running, kv_tokens)
+        room = 0
+        if self.budget is not None:  # what running requests neither use nor may still take
+            growth = sum(self.budget.growth(r, running[r.id]) for r, _ in self._running.values())
+            room = self.budget.tokens - kv_tokens - growth
         admitted: list[Request] = []
         while self._free and len(self):
             slot = self._free[0]
@@ -275,17 +217,15 @@ class Admission:
             admitted.append(request)
         return admitted
 
-    def discard(self, request_ids: Collection[str]) -> None:
-        """Remove these requests if they wait."""
-        self._waiting.discard(request_ids)
-        self._first = deque(r for r in self._first if r.id not in request_ids)
-        self._leased -= set(request_ids)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        self._first.clear()
-        self._leased.clear()
-        self._pushed, self._expected_tokens = 0, 0.0
+    def _lease(self, request: Request, room: int) -> Request:
+        """Return the request as it is admitted, with a `pause_at` if memory is short."""
+        budget = self.budget
+        if budget is None or self.refill == "rounds":
+            return request
+        if budget.cost(request) * min(len(self), len(self._free)) <= room:
+            return request
+        pause_at = len(request.prefix_ids) + budget.lease
+        return request if pause_at >= request.limit else replace(request, pause_at=pause_at)
 
     def _loads(self, running: Mapping[str, int]) -> list[float]:
         """Tokens still expected of each slot's request, for as many slots as the budget allows."""
@@ -299,25 +239,14 @@ class Admission:
         used = 1 + max((slot for _, slot in self._running.values()), default=0)
         return loads[: max(used, int(self.budget.tokens // usual))]
 
-    def _room(self, running: Mapping[str, int], kv_tokens: int) -> int:
-        """Tokens of the budget that running requests neither use nor may still take."""
-        if self.budget is None:
-            return 0
-        growth = sum(self.budget.growth(r, running[r.id]) for r, _ in self._running.values())
-        return self.budget.tokens - kv_tokens - growth
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Remove these requests if they wait."""
+        self._waiting.discard(request_ids)
+        self._first = deque(r for r in self._first if r.id not in request_ids)
+        self._leased -= set(request_ids)
 
-    def _lease(self, request: Request, room: int) -> Request:
-        """The request as it is admitted, with a `pause_at` where it must make way for others."""
-        lease = request.sampling.max_completion_length
-        if self.order == "least_attained" and self.take_turns:
-            others = len(self) if request.later else len(self) - self._waiting.later
-            if others > len(self._free):
-                lease = -(-lease // TURNS)
-        if self.budget is not None:
-            coming = min(len(self), len(self._free))
-            if self.budget.cost(request) * coming > room:
-                lease = min(lease, self.budget.lease)
-        pause_at = len(request.prefix_ids) + lease
-        if self.refill == "rounds" or pause_at >= request.limit:
-            return request
-        return replace(request, pause_at=pause_at)
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._first.clear()
+        self._leased.clear()
+        self._pushed, self._expected_tokens = 0, 0.0

@@ -1,14 +1,18 @@
-"""Predictors of completion lengths that learn from the run itself."""
+"""Predicted lengths of completions: the interface, a predictor, and how good predictions are."""
 
+import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from lit_rlsched.settings import RemembersInit
+from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Sample
 
+HALF_LIFE = 4.0
+"""Rounds after which the waits of a round for tools count half."""
 BINS = 256
 """Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
 
@@ -23,9 +27,6 @@ class LengthPredictor(RemembersInit, ABC):
                 return [3.0 * len(sample.group.prompt.token_ids) for sample in samples]
     """
 
-    revises: bool = False
-    """Whether a finished completion changes the predictions for its unfinished siblings."""
-
     @abstractmethod
     def predict(self, samples: Sequence[Sample]) -> Sequence[float]:
         """Predict the tokens to come of each completion, given those it has drawn.
@@ -35,9 +36,6 @@ class LengthPredictor(RemembersInit, ABC):
 
     def observe(self, samples: Sequence[Sample]) -> None:
         """Learn from finished completions."""
-
-    def bind(self, decode: Callable[[list[int]], str]) -> None:
-        """Receive the function that decodes token ids, before the first `predict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """State for checkpoints: primitives and tensors."""
@@ -147,42 +145,188 @@ class PromptHistory(LengthPredictor):
         self._prompts = dict(zip(state["uids"], ratios, strict=True))
 
 
-class SiblingMax(LengthPredictor):
-    """Predicts that siblings become as long as the longest of them (Seer, arXiv 2511.14617).
+class CalibratedPredictor:
+    """A predictor, how good it is, and the history of prompts that answers where it is invalid.
 
-    Once a completion of a group has finished, the others are predicted to reach the length of the
-    group's longest completion; the longest itself gets the history's prediction. Before that, the
-    first completion of each group is predicted to reach the limit, so that `longest_first` starts
-    it first, as a probe; the others get the history's prediction. (Seer predicts the limit for all,
-    but keeps probes in a queue of their own. In a single queue the siblings of one group would
-    delay the probe of the next.)
-
-    Args:
-        history: Predicts while nothing is known of a group (default: `PromptHistory()`).
+    For each completion and round, the first prediction is compared with the tokens that followed.
+    The history is measured beside it, so that the metrics say what the predictor adds.
     """
 
-    revises = True
+    def __init__(self, predictor: LengthPredictor) -> None:
+        self.predictor = predictor
+        self.history = PromptHistory()
+        self.invalid = 0
+        """Predictions that the history replaced: not positive numbers, or too few or too many."""
+        self._asked: dict[str, tuple[int, float, float]] = {}
+        self._finished: list[Sample] = []
+        self._invalid = 0
+        self._warned = False
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Tokens drawn and decode steps waited for tools, by environment, with decaying weights."""
 
-    def __init__(self, history: PromptHistory | None = None) -> None:
-        self.history = history or PromptHistory()
+    def start_round(self) -> None:
+        """Forget a round that was interrupted; it is drawn again."""
+        self._asked.clear()
+        self._finished.clear()
+        self._invalid = 0
 
-    def predict(self, samples: Sequence[Sample]) -> list[float]:
-        estimates = np.array(self.history.predict(samples))
-        for i, sample in enumerate(samples):
-            siblings = sample.group.completions
-            have = sample.completion.drawn
-            if any(c.finish_reason is not None for c in siblings):
-                longest = max(c.drawn for c in siblings)
-                estimates[i] = longest - have if longest > have else estimates[i]
-            elif sample.completion.index == 0:
-                estimates[i] = np.inf
-        return within_limit(samples, estimates).tolist()
+    def expect(self, samples: Sequence[Sample]) -> list[float]:
+        """Predict the tokens to come of each completion, between 1 and the number it may draw."""
+        if not samples:
+            return []
+        from_history = np.array(self.history.predict(samples))
+        expected = within_limit(samples, self._valid(self.predictor.predict(samples), from_history))
+        for sample, *pair in zip(samples, expected.tolist(), from_history.tolist(), strict=True):
+            self._asked.setdefault(sample.id, (sample.completion.drawn, pair[0], pair[1]))
+        return expected.tolist()
+
+    def _valid(self, predictions: Any, otherwise: np.ndarray) -> np.ndarray:
+        """Return the predictions, with invalid ones replaced by the history's."""
+        try:
+            if _is_tensor(predictions):
+                predictions = predictions.detach().double().cpu()
+            values = np.array(predictions, dtype=float)
+        except (TypeError, ValueError):
+            values = np.zeros(0)
+        if values.shape != otherwise.shape:
+            values = np.full(len(otherwise), np.nan)
+        wrong = np.isnan(values) | (values < 0)
+        self._invalid += int(wrong.sum())
+        if wrong.all() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"`{type(self.predictor).__name__}.predict` returned a "
+                f"`{type(predictions).__name__}` without a single positive number for "
+                f"{len(otherwise)} completions; the prompts' history is used instead. Return one "
+                "number of tokens per completion.",
+                stacklevel=2,
+            )
+        return np.where(wrong, otherwise, values)
+
+    def waits(self, sample: Sample) -> float:
+        """Predict for how many decode steps the tools of a completion run, for each of its tokens.
+
+        It is the mean of earlier completions in the same environment.
+        """
+        tokens, waited = self._waits.get(_environment(sample), (1.0, 0.0))
+        return waited / tokens
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        self.history.observe(samples)
+        """Record finished completions; `end_round` learns from them."""
+        self._finished.extend(samples)
+
+    def end_round(self) -> dict[str, float]:
+        """Teach predictor and history, and return the metrics that are defined for this round.
+
+        Both learn in the order of the groups, whichever completion finished first.
+        """
+        finished = sorted(self._finished, key=lambda s: (s.group.id, s.completion.index))
+        pairs = []
+        for sample in finished:
+            have, expected, from_history = self._asked.pop(sample.id, (0, 0.0, 0.0))
+            came = sample.completion.drawn - have
+            if expected and came > 0:  # else it was not asked about, or was restarted since
+                capped = sample.completion.finish_reason == "length"
+                pairs.append((expected, from_history, came, have, capped))
+        self.invalid += self._invalid
+        self.start_round()
+        fade = 0.5 ** (1 / HALF_LIFE)
+        self._waits = {n: (t * fade, w * fade) for n, (t, w) in self._waits.items() if t > 1.0}
+        for sample in finished:
+            tokens, waited = self._waits.get(name := _environment(sample), (0.0, 0.0))
+            completion = sample.completion
+            self._waits[name] = tokens + completion.drawn, waited + completion.waited
+        self.predictor.observe(finished)
+        self.history.observe(finished)
+        metrics = {"length_prediction/invalid": float(self.invalid)}
+        if pairs:
+            expected_all, history_all, came_all, have_all, capped_all = np.array(pairs).T
+            for name, predicted in (("", expected_all), ("history_", history_all)):
+                figures = _calibration(predicted, came_all, have_all, capped_all > 0)
+                metrics |= {f"length_prediction/{name}{key}": n for key, n in figures.items()}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return self.history.state_dict()
+        """State of predictor and history; nothing of an unfinished round."""
+        own = self.predictor.state_dict()
+        _check_plain(f"{type(self.predictor).__name__}.state_dict()", own)
+        return {
+            "class": type(self.predictor).__name__,
+            "predictor": own,
+            "history": self.history.state_dict(),
+            "waits": {name: [*pair] for name, pair in self._waits.items()},
+            "invalid": self.invalid,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.history.load_state_dict(state)
+        """Restore the state; warn and ignore it if it is that of another predictor class."""
+        name = type(self.predictor).__name__
+        if state["class"] != name:
+            warnings.warn(
+                f"The checkpoint holds the state of a `{state['class']}`, so that "
+                f"`LengthPrediction(predictor={name}(...))` starts untrained.",
+                stacklevel=2,
+            )
+            return
+        self.predictor.load_state_dict(state["predictor"])
+        self.history.load_state_dict(state["history"])
+        self._waits = {name: (pair[0], pair[1]) for name, pair in state["waits"].items()}
+        self.invalid = state["invalid"]
+        self.start_round()
+
+
+def _calibration(
+    predicted: np.ndarray, came: np.ndarray, have: np.ndarray, capped: np.ndarray
+) -> dict[str, float]:
+    """Error (tokens), rank correlation and coverage of capped completions; arguments `[N]`."""
+    metrics = {"mae": float(np.abs(predicted - came).mean()), "rank_correlation": 0.0}
+    if len(np.unique(predicted)) > 1 and len(np.unique(came)) > 1:
+        correlation = np.corrcoef(_ranks(predicted), _ranks(came))[0, 1]  # Spearman's
+        metrics["rank_correlation"] = float(correlation)
+    if capped.any():
+        metrics["cap_coverage"] = _coverage(predicted + have, capped)
+    return metrics
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks `[N]`; equal values share their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends: np.ndarray = counts.cumsum()
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
+    """R-precision: the share of the R capped completions among the R longest predicted.
+
+    Of equal predictions at the border each counts in part, so that their order does not matter.
+    """
+    count = int(capped.sum())
+    least = np.sort(predicted)[-count]
+    above, equal = predicted > least, predicted == least
+    places = count - int(above.sum())
+    return float(capped[above].sum() + places * capped[equal].mean()) / count
+
+
+def _environment(sample: Sample) -> str:
+    return str(sample.group.prompt.columns.get("environment", ""))
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _check_plain(name: str, state: Any) -> None:
+    """Refuse objects that `torch.load(weights_only=True)` refuses, before they are saved."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            _check_plain(f"{name}[{key!r}]", value)
+    elif isinstance(state, list | tuple):
+        for i, value in enumerate(state):
+            _check_plain(f"{name}[{i}]", value)
+    elif not (state is None or type(state) in (bool, int, float, str) or _is_tensor(state)):
+        raise UsageError(
+            f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
+            "Use numbers, strings, tensors, and lists and dicts of them."
+        )

@@ -71,10 +71,10 @@ class SlotSettings:
         """The order of the waiting completions, by default the one that measured best."""
         if self.order is None:
             return ("shortest_first" if early else "longest_first") if predicted else "fifo"
-        if self.order not in ("fifo", "least_attained") and not predicted:
+        if self.order != "fifo" and not predicted:
             raise UsageError(
                 f"`MicroGroupSampling(order={self.order!r})` needs predicted lengths. Add the "
-                "callback `LengthPrediction()`, or use `order='least_attained'`."
+                "callback `LengthPrediction()`, or use `order='fifo'`."
             )
         return self.order
 

@@ -59,9 +59,6 @@ def seconds(spans: Iterable[Span]) -> float:
 TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
 DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
 UPDATE = "update"
-SPECULATE = "speculate"
-"""Decoding with draft tokens."""
-DECODING = {DECODE, SPECULATE}
 
 
 class Interval(NamedTuple):
@@ -94,7 +91,7 @@ def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) 
     for begin, stop in pairwise(sorted(times)):
         while coming < len(inside) and inside[coming].start <= begin:
             i = inside[coming]
-            heapq.heappush(current, (i.what not in DECODING, -i.start, i.end, coming))
+            heapq.heappush(current, (i.what != DECODE, -i.start, i.end, coming))
             coming += 1
         while current and current[0][2] <= begin:
             heapq.heappop(current)
@@ -157,33 +154,6 @@ class Lap:
     lanes: dict[str, list[Interval]]
     """Intervals that follow one another, by lane: `trainer`, `engine 0`, ..."""
 
-    @property
-    def saved(self) -> float:
-        """Seconds in which the trainer works and an engine decodes."""
-        work = [i.span for i in self.lanes[TRAINER] if not i.waits_for and i.what != WEIGHTS]
-        decoding = union(i.span for i in self._of_engines if i.what in DECODING)
-        return seconds(cut(work, decoding)[0])
-
-    @property
-    def _of_engines(self) -> list[Interval]:
-        return [i for lane, intervals in self.lanes.items() if lane != TRAINER for i in intervals]
-
-    def totals(self) -> dict[str, float]:
-        """Return seconds by name; those of the engines are means over them."""
-        trainer, engines = self.lanes[TRAINER], self._of_engines
-        parts = max(1, len(self.lanes) - 1)
-        return {
-            "seconds": self.end - self.start,
-            "saved": self.saved,
-            "trainer_busy": _total(trainer, None),
-            **{f"trainer_waits_for_{whom}": _total(trainer, whom) for whom in (ENGINES, REWARDS)},
-            "engines_busy": _total(engines, None) / parts,
-            **{
-                f"engines_wait_for_{whom}": _total(engines, whom) / parts
-                for whom in (TRAINER, ENGINES, REWARDS)
-            },
-        }
-
 
 class Timeline:
     """Collects intervals of trainer and engines, also from a rollout in a thread of its own.
@@ -228,11 +198,10 @@ class Timeline:
         steps = {name: np.array(column) for name, column in trace.steps.items()}
         of = steps.get("engine", np.zeros(len(steps["start"])))
         for engine in range(trace.engines):
-            for what, column in ((DECODE, "running"), (SPECULATE, "proposed")):
-                rows = (of == engine) & (steps[column] > 0)
-                spans = zip(*(steps[side][rows].tolist() for side in ("start", "end")), strict=True)
-                for start, end in union(spans, SHORT):
-                    self.add(f"engine {engine}", what, origin + start, origin + end)
+            rows = (of == engine) & (steps["running"] > 0)
+            spans = zip(*(steps[side][rows].tolist() for side in ("start", "end")), strict=True)
+            for start, end in union(spans, SHORT):
+                self.add(f"engine {engine}", DECODE, origin + start, origin + end)
 
     def mark(self, moment: float | None = None) -> None:
         """Let the current lap end now, or at an earlier moment.
@@ -268,7 +237,3 @@ class Timeline:
             lanes[name] = filled_engine(name, flat[name], whole, others, trainer)
         self.last = Lap(start, end, lanes)
         return self.last
-
-
-def _total(intervals: Iterable[Interval], waits_for: str | None) -> float:
-    return seconds(i.span for i in intervals if i.waits_for == waits_for)

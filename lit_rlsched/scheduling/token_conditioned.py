@@ -1,6 +1,6 @@
 """Infinite Sampling: length prediction from a prompt and the first tokens of a completion."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,64 +87,6 @@ def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return keys[first], owners[first], np.diff(np.flatnonzero(first), append=len(keys))
 
 
-BATCH = 32
-MAX_TOKENS = 512
-"""Maximum number of tokens that are read of a text, even where the encoder could read more."""
-SCALE = 8.0
-"""Norm of a sample's features: about that of as many hashed tokens as a usual probe has."""
-
-
-class SampleEncoder:
-    """Computes features `[N, size]`: the encoder's last hidden state, averaged over the tokens.
-
-    The encoder runs on the CPU in float32 and is not trained. A text that is too long for it loses
-    its beginning, since the drawn tokens at the end say more about the length.
-    """
-
-    def __init__(self, name: str) -> None:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name, truncation_side="left")
-            self._model = AutoModel.from_pretrained(name, dtype=torch.float32).eval()
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"`encoder={name!r}` cannot be loaded: {error}\nGive the folder or the hub name of "
-                "an encoder and its tokenizer, or leave `encoder` out to learn from hashed tokens."
-            ) from error
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        positions = getattr(self._model.config, "max_position_embeddings", MAX_TOKENS)
-        self._max_length = min(self._tokenizer.model_max_length, positions, MAX_TOKENS)
-        self.size: int = self._model.config.hidden_size
-        self._decode: Callable[[list[int]], str] | None = None
-
-    def bind(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-
-    def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Encode prompt and drawn tokens of each sample."""
-        if self._decode is None:
-            raise RuntimeError("call `bind(decode)` first: an encoder reads text, not token ids")
-        texts = [self._decode(sample.token_ids) for sample in samples]
-        return np.concatenate(
-            [self._encode(texts[i : i + BATCH]) for i in range(0, len(texts), BATCH)]
-        )
-
-    def _encode(self, texts: list[str]) -> np.ndarray:
-        import torch
-
-        batch = self._tokenizer(
-            texts, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
-        )
-        mask = batch["attention_mask"][..., None]
-        with torch.no_grad():
-            states = self._model(**batch).last_hidden_state
-        hidden = (states * mask).sum(1)  # a sum is enough: it is normalised
-        return (SCALE * torch.nn.functional.normalize(hidden)).double().numpy()
-
-
 class TokenConditioned(LengthPredictor):
     """Predicts from the prompt with its first tokens, by regression on the run's own completions.
 
@@ -161,21 +103,18 @@ class TokenConditioned(LengthPredictor):
     predicted again.
 
     Args:
-        encoder: Folder or hub name of a Hugging Face encoder, whose mean-pooled last hidden state
-            replaces the hashed tokens; `bind` must then be called before `predict`.
-        features: Number of features of the hashed tokens; ignored with an `encoder`.
+        features: Number of features of the hashed tokens.
         ridge: Penalty on the squared weights.
         half_life: Completions after which one counts half.
         history: Gives the prompt's length ratio, a feature (default: `PromptHistory()`).
         max_waiting: Maximum number of unfinished completions whose features are kept.
 
     Raises:
-        UsageError: The encoder cannot be loaded, or a number is out of range.
+        UsageError: a number is out of range.
     """
 
     def __init__(
         self,
-        encoder: str | None = None,
         features: int = 512,
         ridge: float = 5.0,
         half_life: float = 4000.0,
@@ -184,20 +123,14 @@ class TokenConditioned(LengthPredictor):
     ) -> None:
         self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
         self.history = history or PromptHistory()
-        self._tokens: Any = HashedTokens(features)
-        if encoder is not None:
-            self._tokens = SampleEncoder(encoder)
-        self.size = self._tokens.size + 7
+        self._tokens = HashedTokens(features)
+        self.size = features + 7
         """Number of all features; the last one is the constant 1."""
         self._gram = np.zeros((self.size, self.size))
         self._moment = np.zeros(self.size)
         self._came, self._predicted = 0.0, 0.0
         self._weights: np.ndarray | None = None
         self._waiting: dict[str, tuple[int, float, np.ndarray]] = {}
-
-    def bind(self, decode: Callable[[list[int]], str]) -> None:
-        if hasattr(self._tokens, "bind"):
-            self._tokens.bind(decode)
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         if not samples:
@@ -257,7 +190,7 @@ class TokenConditioned(LengthPredictor):
         if len(state["moment"]) != self.size:
             raise UsageError(
                 f"this `TokenConditioned` has {self.size} features, the saved one "
-                f"{len(state['moment'])}. Use the `features` and the `encoder` it was saved with."
+                f"{len(state['moment'])}. Use the `features` it was saved with."
             )
         self._gram, self._moment = state["gram"].numpy().copy(), state["moment"].numpy().copy()
         self._came, self._predicted = state["came"], state["predicted"]

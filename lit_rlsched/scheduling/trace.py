@@ -22,12 +22,8 @@ STEP_COLUMNS = (
     "prefill_tokens",
     "cached_tokens",
     "preemptions",
-    "proposed",
-    "accepted",
-    "drafter_failures",
 )
 _row = attrgetter(*STEP_COLUMNS)
-UPDATE_COLUMNS = ("began", "turn", "version")
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
@@ -46,11 +42,6 @@ class Step:
     prefill_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
-    proposed: int = 0
-    """Draft tokens."""
-    accepted: int = 0
-    """Draft tokens that were drawn."""
-    drafter_failures: int = 0
     admitted: Sequence[str] = ()
     """Requests that started in this step."""
     events: list[Event] = field(default_factory=list)
@@ -78,14 +69,10 @@ class RolloutTrace:
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
         self.work_times: list[tuple[float, float]] = []
         """Start and end of each gradient computation during the rollout, by `time.monotonic`."""
-        self.updates: list[tuple[int, int, int]] = []
-        """Of each update in flight: version that the rollout began with, turn, new version."""
         self._origin: float | None = None
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
-        self._earlier: dict[str, int] = {}
-        """Tokens of running requests that an earlier trace counts."""
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
@@ -118,31 +105,12 @@ class RolloutTrace:
         return int(sum(running * steps for running, steps in columns))
 
     @property
-    def row_steps(self) -> dict[str, int]:
-        """Decode steps in which each request ran; without draft tokens, the tokens that it drew."""
-        ran: dict[str, int] = {}
-        columns = (self.spans[name] for name in ("request", "start_step", "end_step"))
-        for request, start, end in zip(*columns, strict=True):
-            ran[request] = ran.get(request, 0) + end - start
-        return ran
-
-    @property
     def drawn(self) -> dict[str, int]:
         """Tokens that each request drew."""
         drawn: dict[str, int] = {}
         for request, tokens in zip(self.spans["request"], self.spans["tokens"], strict=True):
             drawn[request] = drawn.get(request, 0) + tokens
         return drawn
-
-    @property
-    def plain_steps(self) -> int:
-        """Decode steps that the requests would have taken, in this order, at one token a step."""
-        rows = zip(*(self.spans[name] for name in ("start_step", "slot", "tokens")), strict=True)
-        free = [[0] * self._slots_of(engine) for engine in range(self.engines)]
-        for _, slot, tokens in sorted(rows):
-            engine = free[slot // self._places]
-            heapq.heapreplace(engine, engine[0] + tokens)
-        return max(map(max, free), default=0)
 
     @property
     def seconds(self) -> float:
@@ -265,22 +233,9 @@ class RolloutTrace:
         assert self._origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
         heapq.heappush(self._free[slot // self._places], slot)
-        tokens -= self._earlier.pop(request_id, 0)
         row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
-
-    def split(self, drawn: Mapping[str, int]) -> "RolloutTrace":
-        """End this trace, and return the next one."""
-        later = RolloutTrace(self._places * self.engines, self.dynamic, self.engines)
-        if self._origin is not None:
-            later._origin = now = self._origin + self.seconds
-            for request_id, (slot, _, _) in [*self._live.items()]:
-                self.left(request_id, now, drawn[request_id])
-                later._live[request_id] = slot, 0.0, 0
-                later._free[slot // self._places].remove(slot)  # it stays sorted, so it is a heap
-                later._earlier[request_id] = drawn[request_id]
-        return later
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trace of a rollout that is over: numbers, and lists of numbers and names."""
@@ -291,19 +246,14 @@ class RolloutTrace:
     def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
         """Create the trace that `state_dict` described."""
         trace = cls.__new__(cls)
-        vars(trace).update({"updates": [], "work_times": []} | state)
+        vars(trace).update(state)
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:
-        """Arrow tables for Parquet: `steps` (windows of them), `spans` and `updates`."""
+        """Arrow tables for Parquet: `steps` (windows of them) and `spans`."""
         import pyarrow as pa
 
-        turns = zip(UPDATE_COLUMNS, zip(*self.updates, strict=True), strict=False)
-        return {
-            "steps": pa.table(self.windows()),
-            "spans": pa.table(self.spans),
-            "updates": pa.table({name: [*values] for name, values in turns}),
-        }
+        return {"steps": pa.table(self.windows()), "spans": pa.table(self.spans)}
 
     def windows(self, most: int = 256) -> dict[str, np.ndarray]:
         """Return sums over windows of successive steps of an engine, at most `most` of each engine.

@@ -21,12 +21,11 @@ TABLES = {
     "spans": ("round", "request", "slot", "start", "end", "tokens"),
     "steps": ("round", "engine", "steps", "start", "end", "running", "kv_tokens", "seconds"),
     "intervals": ("round", "lane", "what", "start", "end", "waits_for"),
-    "updates": ("round", "began", "turn", "version"),
 }
 """Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds; and columns that are
 read of each."""
-WHOLE = ("rounds", "updates")
-"""Small tables, which are never shortened: a run can be repeated from them."""
+WHOLE = ("rounds",)
+"""Small tables, which are never shortened."""
 MERGED = 32
 """Files of single rounds that become one file."""
 MOST_BYTES = 2**28

@@ -17,7 +17,7 @@ from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.planning import Steps
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -25,7 +25,6 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.types import LengthOnly, Prompt, Sampling
 
 Mode = Literal["on_policy", "partial"]
-PoolOrder = Literal["fifo", "least_attained"]
 Lengths = Steps | Sequence[Sequence[float]]
 
 
@@ -106,7 +105,6 @@ def recommend_slots(
     update: int,
     bubble_ratio: float = 0.05,
     mode: Mode = "on_policy",
-    order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> int:
     """Number of slots with which a pool idles no more than `bubble_ratio`.
@@ -120,7 +118,7 @@ def recommend_slots(
         raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
 
     def keeps(slots: int) -> bool:
-        ratio = pool_bubble_ratio(lengths, update, slots, mode, order, max_completion_length)
+        ratio = pool_bubble_ratio(lengths, update, slots, mode, max_completion_length)
         return ratio <= bubble_ratio
 
     least, most = 1, max(1, np.size(lengths))  # a single slot never idles
@@ -137,7 +135,6 @@ def pool_bubble_ratio(
     update: int,
     slots: int,
     mode: Mode = "on_policy",
-    order: PoolOrder = "fifo",
     max_completion_length: int | None = None,
 ) -> float:
     """Idle slot-steps over all slot-steps of a pool, with its last drain.
@@ -167,7 +164,7 @@ def pool_bubble_ratio(
         SimulatedEngine(known, length_only=True, stream=False),
         slots,
         int(limit) + 1,
-        lambda: Admission(slots, order=order),
+        lambda: Admission(slots),
     )
     rule, sizes = SortedRound(update, len(groups), len(groups[0]), "group", mode), len(groups[0])
     rounds = simulated_rounds(session, visits, Sampling(int(limit)), sizes, lambda number: rule)

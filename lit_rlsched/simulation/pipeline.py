@@ -244,8 +244,6 @@ def _samples(group: Group) -> list[Sample]:
 class _Guesses:
     """Predicts lengths: a weighted mean, in logarithms, of the truth and of chance."""
 
-    revises = False
-
     def __init__(self, work: Workload, rank_correlation: float) -> None:
         self._work, self._weight = work, rank_correlation
 
@@ -348,7 +346,7 @@ class Pipeline:
             current = following or self._draw(number, number * self.steps)
             rollout, update = self._rollout(current), self._update(current)
             seconds = 0.0
-            if self.schedule.draws_beside:
+            if self.schedule.ahead:
                 seconds = 0.0 if number else rollout
                 following = self._draw(number + 1, number * self.steps)
                 rollout = self._rollout(following)

@@ -1,7 +1,7 @@
 """Metrics of a round, under TRL's names where TRL has one."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lit_rlsched.rollout.audit import Harvest, attempt, length_bias, wait_bias
 from lit_rlsched.scheduling.planning import lower_bound
-from lit_rlsched.scheduling.step_times import StepTimes
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
@@ -19,7 +18,7 @@ from lit_rlsched.training.update import Update
 from lit_rlsched.types import ENVIRONMENT, Completion, Group
 
 if TYPE_CHECKING:
-    from lit_rlsched.training.weight_sync import PolicyReader
+    pass
 
 
 def measure(
@@ -56,7 +55,6 @@ def measure(
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards),
         **rollout_metrics(round.trace),
-        **speculation_metrics(round.trace, {sample.id for sample in trained}),
         **harvest_metrics(round, harvest),
         "rollout/trained_over_drawn_length": length_bias(
             [sample.completion.drawn for sample in trained], harvest.ran
@@ -113,9 +111,8 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 
     `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
     same lengths on as many slots. With a memory budget, the largest number of slots in use counts.
-    A length is a number of tokens or, with draft tokens, of the steps in which a completion ran.
     """
-    lengths = trace.row_steps if trace.total("proposed") else trace.drawn
+    lengths = trace.drawn
     least = 0
     if lengths and trace.pauses:  # paused completions can be distributed evenly
         least = max(-(-sum(lengths.values()) // trace.slots), *lengths.values())
@@ -140,42 +137,10 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
     }
 
 
-def speculation_metrics(trace: RolloutTrace, trained: Collection[str]) -> dict[str, float]:
-    """Metrics of draft tokens, `speculation/*`; none if there were none."""
-    proposed, accepted = trace.total("proposed"), trace.total("accepted")
-    failures = trace.total("drafter_failures")
-    if not proposed:
-        return {"speculation/drafter_failures": failures} if failures else {}
-    columns = (trace.steps[name] for name in ("running", "proposed"))
-    ran = [running for running, drafts in zip(*columns, strict=True) if drafts]
-    tokens = sum(ran) + accepted
-
-    drawn, row_steps = trace.drawn, trace.row_steps
-
-    def speed(requests: Collection[str]) -> float:
-        """Tokens per step in which these requests ran."""
-        steps = sum(row_steps[name] for name in requests)
-        return sum(drawn[name] for name in requests) / max(1, steps)
-
-    trained = [name for name in trained if name in drawn]
-    times = StepTimes.fit(trace)
-    return {
-        **({} if times is None else {"speculation/seconds_saved": times.saved(trace)}),
-        "speculation/acceptance": accepted / proposed,
-        "speculation/proposed": proposed,
-        "speculation/steps": len(ran),
-        "speculation/steps_saved": trace.plain_steps - trace.decode_steps,
-        "speculation/tokens_per_row_step": tokens / sum(ran),
-        "speculation/positions_per_token": (sum(ran) + proposed) / tokens,
-        "speculation/trained_over_drawn_speed": speed(trained) / (speed(drawn) or 1.0),
-        "speculation/drafter_failures": failures,
-    }
-
-
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """Metrics of discarded tokens and of attempts per prompt."""
     assert round.trace is not None
-    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens - harvest.draft_tokens
+    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
     drawn = round.trace.tokens + harvest.drafts.drawn + earlier
     discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
@@ -211,33 +176,3 @@ def staleness_metrics(
         "staleness/mean": sum(k * n for k, n in counts.items()) / total,
         "staleness/max": max(counts, default=0),
     }
-
-
-MOST = 8
-"""Completions of a round that are scored."""
-
-
-def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -> dict[str, float]:
-    """Estimate the divergence of the engine's draws from the policy of the same version.
-
-    It covers the tokens of the newest version in completions that older versions began. The policy
-    has these weights now, and only the engine's cache differs.
-    """
-    samples = [
-        s
-        for s in round.samples
-        if len(s.completion.segments) > 1 and any(s.completion.mask(round.version))
-    ][:MOST]
-    if not samples:
-        return {}
-    logprobs = policy.logprobs(
-        [s.group.prompt for s in samples], [s.completion for s in samples], temperature
-    )
-    gaps = [
-        (ours - torch.tensor(s.completion.logprobs, dtype=ours.dtype))[
-            torch.tensor(s.completion.mask(round.version)) == 1
-        ]
-        for s, ours in zip(samples, logprobs, strict=True)
-    ]
-    gap = torch.cat(gaps).double()
-    return {"in_flight/cache_kl": float((gap.exp() - 1 - gap).mean())}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, engine_name
-from lit_rlsched.engines.weights import PackedWeights, WeightSource, packed_weights
+from lit_rlsched.engines.weight_transfer import packed_weights
+from lit_rlsched.engines.weights import PackedWeights, WeightSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -161,11 +162,10 @@ class WeightSync:
         self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
 
-    def __call__(self, version: int, keep: bool = False) -> dict[str, float]:
+    def __call__(self, version: int) -> dict[str, float]:
         """Load the weights of `version`; return `sync/max_logp_diff` if they are checked."""
-        load = self._engine.update_weights if keep else self._engine.sync_weights
-        load(self._policy.weights(), version)
-        while self._prompts and not keep:
+        self._engine.sync_weights(self._policy.weights(), version)
+        while self._prompts:
             with suppress(EngineDied):  # its replacement has the weights, but not the requests
                 return {"sync/max_logp_diff": self.check(version)}
         return {}

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from seen_rounds import At, Rounds, gradient_norm, weights
 from slow_parts import Sleepy, slowly
 
-from benchmarks.ahead_rollout import Unstreamed
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     AheadRollout,
@@ -25,6 +24,7 @@ from lit_rlsched.callbacks import (
     RoundCheckpoint,
     StreamedTraining,
 )
+from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.rollout.scoring import Scorer
@@ -34,6 +34,13 @@ from lit_rlsched.training.weight_sync import PolicyReader
 
 BOTH = pytest.mark.parametrize("correction", ["verify", "importance"])
 SMALL = {"num_generations": 3, "steps_per_round": 2}
+
+
+class Unstreamed(RolloutCallback):
+    """Compute no gradients during the rollout."""
+
+    def on_train_start(self, trainer, pl_module):
+        run_of(trainer, self).schedule.streaming = None
 
 
 def run(

@@ -15,12 +15,12 @@ from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
     LengthPrediction,
-    MicroBatchAccumulation,
     MicroGroupSampling,
     RolloutCallback,
     SortedBatching,
 )
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling.down_sampling import RULES
 from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import OptimizerStep
@@ -361,7 +361,7 @@ def test_groups_stop_on_vllm(fit, tiny_model):
     callbacks = [
         recorder,
         DownSampling(4, early_stop=True, min_length_ratio=0),
-        MicroGroupSampling(memory_budget=6 * 512 * 80, order="least_attained"),
+        MicroGroupSampling(memory_budget=6 * 512 * 80),
         LengthPrediction(probe_tokens=4),
     ]
     settings = {**STOPPING, "reward_funcs": [coin()], "engine": VLLMEngine()}

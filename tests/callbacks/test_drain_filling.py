@@ -122,9 +122,6 @@ def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path):
         pytest.param(lambda: [DynamicSampling(), TailBatching(1.5)], id="dynamic sampling"),
         pytest.param(lambda: [MicroGroupSampling(slots=5), LengthPrediction()], id="predictions"),
         pytest.param(lambda: [DownSampling(2), AdaptiveTimeouts()], id="selection"),
-        pytest.param(
-            lambda: [MicroGroupSampling(slots=5, order="least_attained")], id="least attained"
-        ),
     ],
 )
 def test_other_callbacks(fit, tiny_model, callbacks):

@@ -173,7 +173,7 @@ def test_a_free_run_is_replayed(fit, tiny_model, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Meetings, "_stops", lambda self, turn: chance.random() < 0.3)
         logger = CSVLogger(tmp_path / "run", name="", version="")
-        saving = RolloutLogger(pictures_every_n_rounds=99)
+        saving = RolloutLogger(report_every_n_rounds=99)
         seen, whole = run(fit, tiny_model, saving, how=free, trainer={"logger": logger})
     updates = [update for round in seen.rounds for update in round.trace.updates]
     assert len({turn for _, turn, _ in updates}) > 2

@@ -4,7 +4,8 @@ from plain_module import Plain
 from seen_rounds import vector
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.callbacks import MicroBatchAccumulation, RNGState
+from lit_rlsched.callbacks import RNGState
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 
 
 def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model):

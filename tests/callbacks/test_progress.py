@@ -1,17 +1,14 @@
 import re
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, Timer, TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
-from lit_rlsched.callbacks.rollout_progress_bar import RoundLine
-from lit_rlsched.callbacks.time_left import TimeLeft
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.text import duration, three_digits
 from lit_rlsched.training.round import Round
@@ -180,61 +177,40 @@ def clock(monkeypatch):
     return clock
 
 
-def a_run(**settings):
-    """What `TimeLeft` asks a Trainer for."""
-    defaults = {"current_epoch": 0, "global_step": 0, "max_epochs": -1, "max_steps": -1}
-    validates = {"check_val_every_n_epoch": 1, "val_check_interval": 1.0}
-    return SimpleNamespace(**{"callbacks": [], **defaults, **validates, **settings})
-
-
-def predicted(clock, trainer, rounds, round_seconds, validation=0.0, every=10**9, steps=1):
-    """Let a run take its time; return what was predicted after each round and what was true."""
-    left, told, ends = TimeLeft(), [], []
-    left.validation_starts()
-    clock.now += validation  # of the untrained model
-    left.validation_ends()
-    clock.now += 1000  # until training starts
-    left.training_starts(trainer)
-    for number in range(trainer.current_epoch + 1, rounds + 1):
-        clock.now += round_seconds(number)
+def left_of(clock, rounds, seconds, steps=1, done=0, **limits):
+    """What a bar says is left after each round, and what was true."""
+    trainer = SimpleNamespace(current_epoch=done, global_step=0, max_epochs=-1, max_steps=-1)
+    vars(trainer).update(limits)
+    bar, told, ends = RolloutProgressBar(), [], []
+    bar._ends.append((done, 0, clock.now))
+    for number in range(done + 1, rounds + 1):
+        clock.now += seconds(number)
         trainer.global_step += steps
-        if number % every == 0:
-            left.validation_starts()
-            clock.now += validation
-            left.validation_ends()
-        left.round_ends()
-        told.append(left.seconds(trainer, number))
+        bar._ends.append((number, trainer.global_step, clock.now))
+        told.append(bar._seconds_left(trainer))
         ends.append(clock.now)
-        clock.now += 0.5  # a checkpoint
     return told, [ends[-1] - end for end in ends]
 
 
 @pytest.mark.parametrize("done", [0, 30])
-def test_time_left_counts_the_rounds_and_validations_that_are_due(clock, done):
-    trainer = a_run(max_epochs=60, current_epoch=done, check_val_every_n_epoch=20)
-    told, true = predicted(clock, trainer, 60, lambda n: 4.5, validation=25.0, every=20)
-    # the first round has no checkpoint before it
-    assert told[1:-1] == pytest.approx(true[1:-1], rel=0.05) and told[-1] is None
+def test_time_left_counts_rounds_with_their_validations(clock, done):
+    seconds = lambda n: 4.5 + 25.0 * (n % 10 == 0)  # noqa: E731
+    told, true = left_of(clock, 60, seconds, done=done, max_epochs=60)
+    assert told[20:-10] == pytest.approx(true[20:-10], rel=0.3) and told[-1] is None
 
 
 def test_time_left_follows_rounds_that_become_longer_or_began_slowly(clock):
-    told, true = predicted(clock, a_run(max_epochs=100), 100, lambda n: 300 if n == 1 else 2)
+    told, true = left_of(clock, 100, lambda n: 300 if n == 1 else 2, max_epochs=100)
     assert told[30] == pytest.approx(true[30])
-    told, true = predicted(clock, a_run(max_epochs=100), 100, lambda n: 2 + n / 10)
+    told, true = left_of(clock, 100, lambda n: 2 + n / 10, max_epochs=100)
     assert told[-11] == pytest.approx(true[-11], rel=0.15)
 
 
 def test_time_left_of_runs_that_end_otherwise(clock):
-    told, true = predicted(clock, a_run(max_steps=40), 20, lambda n: 30, steps=2)
-    assert told[:-1] == pytest.approx(true[:-1], rel=0.02)
-    told, _ = predicted(clock, a_run(), 5, lambda n: 3)
-    assert told == [None] * 5  # it has no end
-    timer = Timer(timedelta(seconds=7))
-    told, _ = predicted(clock, a_run(callbacks=[timer]), 2, lambda n: 3)
-    assert told == [pytest.approx(7)] * 2
-    half = a_run(max_epochs=40, val_check_interval=0.5)  # twice a round
-    told, true = predicted(clock, half, 40, lambda n: 4, validation=9, every=1)
-    assert told[5:-1] == pytest.approx(true[5:-1], rel=0.05)
+    for more in ({}, {"max_epochs": 1000}):
+        told, true = left_of(clock, 20, lambda n: 30, steps=2, max_steps=40, **more)
+        assert told[:-1] == pytest.approx(true[:-1]) and told[-1] is None
+    assert left_of(clock, 5, lambda n: 3)[0] == [None] * 5  # it has no end
 
 
 def test_lightnings_bar_is_replaced_unless_somebody_has_set_it_up(request, capsys, log):
@@ -252,21 +228,16 @@ def test_lightnings_bar_is_replaced_unless_somebody_has_set_it_up(request, capsy
         assert isinstance(trainer.progress_bar_callback, RolloutProgressBar)
 
 
-def test_a_run_without_an_end_shows_no_time_left():
-    assert RoundLine().text("round 6/10", 420.0, {}) == "round 6/10: 7 min left"
-    assert RoundLine().text("round 6", None, {"loss": 0.25}) == "round 6: loss 0.25"
-
-
-def test_bar_shows_our_time_left_and_seconds_a_round(tmp_path, capsys, terminal, monkeypatch):
-    monkeypatch.setattr(TimeLeft, "seconds", lambda *_: 5400.0)
-    fit(tmp_path, RolloutProgressBar(), max_epochs=2)
+def test_bar_shows_the_time_left_and_seconds_a_round(tmp_path, capsys, terminal):
+    bar = RolloutProgressBar()
+    fit(tmp_path, bar, max_epochs=2)
     out = capsys.readouterr().out
-    assert re.search(r"Rounds:  50%.* 1/2 \[00:\d\d<1 h 30 min, .*round.*, reward=0.500", out), out
-    bar = RolloutProgressBar().init_train_tqdm()
+    assert re.search(r"Rounds:  50%.* 1/2 \[00:\d\d<00:\d\d, .*round.*, reward=0.500", out), out
+    bar = bar.init_train_tqdm()
     bar.unit = "round"
     bar.reset(60)
     bar.n, bar.start_t = 3, bar._time() - 36
-    assert "12.00s/round" in str(bar)
+    assert "[00:36<11:24, 12.00s/round" in str(bar)
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])

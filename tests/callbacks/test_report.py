@@ -18,9 +18,10 @@ from written_traces import write_run
 
 from lit_rlsched.__main__ import main
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger, SortedBatching
-from lit_rlsched.callbacks.report import collect, run_data, timelines, write_report
+from lit_rlsched.callbacks.report import collect, timelines
 from lit_rlsched.callbacks.report import page as page_module
-from lit_rlsched.callbacks.report.perfetto import write_trace
+from lit_rlsched.callbacks.report.collect import run_data
+from lit_rlsched.callbacks.report.page import write_report, write_trace
 from lit_rlsched.callbacks.report.timelines import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
@@ -91,7 +92,7 @@ def test_it_is_refreshed_while_the_run_goes_on(fit, tmp_path):
             seen.append(page.exists() and data_in(page))
 
     trainer = {"max_epochs": 3, "default_root_dir": tmp_path}
-    fit(callbacks=[Looks(pictures_every_n_rounds=2)], trainer=trainer)
+    fit(callbacks=[Looks(report_every_n_rounds=2)], trainer=trainer)
     assert seen[0] is False and seen[1] == seen[2]
     assert seen[1]["made"].endswith("while the run went on.")
     (run,) = seen[1]["runs"]
@@ -184,10 +185,10 @@ def test_a_page_that_cannot_be_made_ends_no_run(fit, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise KeyError("a fault")
 
-    monkeypatch.setattr("lit_rlsched.callbacks.report.run_data", fails)
+    monkeypatch.setattr("lit_rlsched.callbacks.report.collect.run_data", fails)
     trainer = {"max_epochs": 2, "default_root_dir": tmp_path}
     with pytest.warns(UserWarning, match="`.*report.html` was not written: KeyError: 'a fault'"):
-        fit(callbacks=[RolloutLogger(pictures_every_n_rounds=1)], trainer=trainer)
+        fit(callbacks=[RolloutLogger(report_every_n_rounds=1)], trainer=trainer)
     assert len(Traces(tmp_path).rows("rounds")) == 2
 
 

@@ -1,11 +1,8 @@
 import html
-import io
 import json
-import math
 import random
 import re
 import struct
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +10,11 @@ import pytest
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from matplotlib.figure import Figure
-from matplotlib.patches import StepPatch
 
-from lit_rlsched.callbacks import RolloutLogger, pictures
-from lit_rlsched.callbacks.rollout_logger import SHOWN_ROWS, CompletionsTable
+from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.run.record import MOST_PROMPTS, WHOLE_ROUNDS, RunRecord
+from lit_rlsched.run.record import WHOLE_ROUNDS, RunRecord
 from lit_rlsched.run.saving.resuming import SAME_ON_RESUME
 from lit_rlsched.run.trainer import Clock, Recorder
 from lit_rlsched.run.training_run import TrainingRun
@@ -96,7 +90,7 @@ def make_trainer(folder: Path, *loggers):
         engine=SimpleNamespace(
             engines=["engine"],
             name="engine",
-            **dict.fromkeys(["logprobs", "speculates", "keeps_cache", "decodes_by_itself"], False),
+            **dict.fromkeys(["logprobs", "keeps_cache", "decodes_by_itself"], False),
         ),
         tokenizer=None,
         tools=None,
@@ -126,7 +120,7 @@ def run(callback: RolloutLogger, trainer, rounds) -> None:
 
 
 def draw(callback: RolloutLogger, trainer, round: Round) -> None:
-    trainer.datamodule.run.record.add_round(round, [1.0, 1.0])
+    trainer.datamodule.run.record.add_round(round)
     callback.on_round_end(trainer, None, round)
 
 
@@ -293,61 +287,31 @@ def offline(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_gets_one_table_per_set_of_pictures_with_all_rounds_in_it(tmp_path, offline):
+def test_wandb_gets_the_newest_rows_once_with_each_report(tmp_path, offline):
     logger = offline()
     trainer = make_trainer(tmp_path, logger)
-    callback = RolloutLogger(num_completions=4, pictures_every_n_rounds=2, save_trace=False)
+    callback = RolloutLogger(num_completions=4, report_every_n_rounds=2, save_trace=False)
     run(callback, trainer, [0, 1, 2, 3])
     callback.on_fit_end(trainer, None)  # the newest round was shown already
     tables = wandb_tables(Path(logger.experiment.dir))
     at = tables[0]["columns"].index("round")
-    assert [sorted({row[at] for row in table["data"]}) for table in tables] == [
-        *([1], [1, 2], [1, 2, 3, 4])
-    ]
+    assert [[row[at] for row in table["data"]] for table in tables] == [[1] * 4, [2] * 4, [4] * 4]
     assert tables[0]["columns"] == [*read_rows(tmp_path)[0]]
-    files = Path(logger.experiment.dir).glob("media/images/pictures/*.png")
-    images = {path.name.split("_")[0] for path in files}
-    assert images >= {"learning", "lengths", "timeline"}
 
 
-def test_a_resumed_runs_table_has_the_rows_from_before(tmp_path, offline):
-    first = RolloutLogger(num_completions=4, save_trace=False)
-    run(first, make_trainer(tmp_path), [0, 1, 2])
-    logger, resumed = offline(), RolloutLogger(num_completions=4, save_trace=False)
-    run(resumed, trainer := make_trainer(tmp_path, logger), [2, 3])
-    resumed.on_fit_end(trainer, None)
-    table = wandb_tables(Path(logger.experiment.dir))[-1]
-    at = table["columns"].index("round")
-    assert [row[at] for row in table["data"]] == [n for n in (1, 2, 3, 4) for _ in range(4)]
-    prompts = [row[table["columns"].index("prompt")] for row in table["data"]]
-    assert prompts == 16 * ["prompt 0"]
-
-
-@pytest.mark.parametrize(("size", "rounds"), [(1, 2000), (16, 300), (600, 9)])
-def test_the_table_at_wandb_is_bounded_and_reaches_over_the_run(tmp_path, size, rounds):
-    table = CompletionsTable(size)
-    for number in range(1, rounds + 1):
-        table._show(number, [{"round": number}] * size)
-        shown = [*table._shown]
-        assert shown[0] == 1 and shown[-1] == number
-        assert size * len(shown) <= max(SHOWN_ROWS, 2 * size)
-    gaps = {b - a for a, b in pairwise(shown[:-1])}
-    assert len(gaps) <= 1 and (size > 512 or size * len(shown) >= SHOWN_ROWS / 2)
-
-
-def test_what_changes_its_type_between_rounds_is_no_error(tmp_path, offline):
-    logger, callback = offline(), RolloutLogger(num_completions=2, pictures_every_n_rounds=1)
+def test_what_changes_its_type_is_no_error(tmp_path, offline):
+    logger, callback = offline(), RolloutLogger(num_completions=4)
     trainer = make_trainer(tmp_path, logger)
     callback.setup(trainer, None, "fit")
-    for number, value in enumerate([1, "one", None, [1, 2], {"a": 1}]):
-        round = make_round(number)
-        round.trace = None
-        for completion in round.completions:
-            completion.extra = {"why": value}
-        callback.on_round_end(trainer, None, round)
-    table = wandb_tables(Path(logger.experiment.dir))[-1]
+    round = make_round()
+    round.trace = None
+    values = [1, "one", None, [1, 2]]
+    for completion, value in zip(round.completions, values, strict=False):
+        completion.extra = {"why": value}
+    callback.on_round_end(trainer, None, round)
+    (table,) = wandb_tables(Path(logger.experiment.dir))
     at = table["columns"].index("why")
-    assert [row[at] for row in table["data"]][::2] == [1, "one", None, [1, 2], {"a": 1}]
+    assert [row[at] for row in table["data"]] == values
 
 
 def events(folder: Path) -> list:
@@ -362,23 +326,25 @@ def events(folder: Path) -> list:
     return [(value, event.step) for event in found for value in event.summary.value]
 
 
-def test_tensorboard_gets_the_pictures_and_the_newest_completions(tmp_path):
+def test_tensorboard_gets_lengths_and_the_newest_completions(tmp_path):
     logger = TensorBoardLogger(tmp_path / "board")
     round = make_round(1)
     hostile = "a | b\n<script>alert(1)</script> **bold** [x](http://x) `c` \\ " + 2000 * "y"
     for completion in round.completions:
         completion.text = hostile
-    callback = RolloutLogger(num_completions=2, pictures_every_n_rounds=2)
+    callback = RolloutLogger(num_completions=2, report_every_n_rounds=2)
     run(callback, trainer := make_trainer(tmp_path, logger), [0])
     draw(callback, trainer, round)
     logger.experiment.close()
     found = events(tmp_path / "board")
-    names = {value.tag for value, _ in found if value.HasField("image")}
-    assert names >= {"pictures/learning", "pictures/lengths", "pictures/timeline"}
+    drawn = [value.histo for value, _ in found if value.tag == "completions/lengths"]
+    for number, histogram in enumerate(drawn):
+        lengths = [completion.drawn for completion in make_round(number).completions]
+        assert (histogram.num, histogram.sum) == (12, sum(lengths))
+        assert (histogram.min, histogram.max) == (min(lengths), max(lengths))
+    assert len(drawn) == 2
     first, last = (
-        value.tensor.string_val[0].decode()
-        for value, _ in found
-        if value.tag.startswith("completions")
+        value.tensor.string_val[0].decode() for value, _ in found if value.HasField("tensor")
     )
     head, rule, *rows = last.splitlines()
     assert html.unescape(head).startswith("| step | prompt | completion | accuracy |")
@@ -388,19 +354,6 @@ def test_tensorboard_gets_the_pictures_and_the_newest_completions(tmp_path):
     shown, _, cut = html.unescape(cell.replace("<br>", "\n")).partition(" … ")
     assert shown == hostile[:1000] and cut == f"({len(hostile):,} characters)"
     assert "text 0" in first and hostile[:5] not in first
-
-
-def test_pictures_are_drawn_at_the_end_and_without_a_trace(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
-    callback.setup(trainer, None, "fit")
-    round = make_round()
-    round.trace = None
-    draw(callback, trainer, round)
-    assert not list(tmp_path.glob("*.png"))
-    callback.on_fit_end(trainer, None)
-    names = {path.stem for path in tmp_path.glob("*.png")}
-    assert names >= {"learning", "lengths"} and "timeline" not in names
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in tmp_path.glob("*.png"))
 
 
 # Summary.
@@ -414,7 +367,7 @@ def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
     trainer.datamodule.run.clock.before = 213.7
     assert callback.summary(trainer) == (
         "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
-        f"pictures and metrics in {tmp_path / 'quickstart'}"
+        f"report and metrics in {tmp_path / 'quickstart'}"
     )
 
 
@@ -446,14 +399,10 @@ def test_summary_claims_no_start_that_was_not_measured(tmp_path):
     run(callback, trainer, [0, 1])
     record.validations = [{"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))]
     assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
-    figure = pictures.learning_curve("run", record.rounds, record.validations)
-    assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.89"
     record.validations = [{"step": 0, "val/accuracy": 0.42}]
     assert "run: held-out accuracy before training 0.42, reward 0.00 -> 0.10 (2 rounds" in (
         callback.summary(trainer)
     )
-    figure = pictures.learning_curve("run", record.rounds, record.validations)
-    assert figure.axes[0].get_title(loc="left") == "Held-out accuracy: 0.42"
 
 
 def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
@@ -538,69 +487,20 @@ def test_refuses_data_without_rollouts(tmp_path):
         fit(tmp_path, RolloutLogger(), epochs=1)
 
 
-# Pictures.
-
-
-def png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def titles(figure: Figure) -> list[str]:
-    return [axes.get_title(loc="left") for axes in figure.axes]
-
-
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_learning_curve_shows_every_curve_over_rounds():
-    same = {"completions/mean_length": 90, "kl": 0.1, "entropy": 1.0}
-    rounds = [{"round": i + 1, "step": 2 * i, "reward": 0.01 * i} | same for i in range(40)]
-    validations = [
-        {"step": s, "val/mean@4": 0.3 + s / 200, "val/greedy_accuracy": 0.4, "val/accuracy": 0.3}
-        for s in (0, 40, 80)
-    ]
-    figure = pictures.learning_curve("countdown", rounds, validations)
-    assert figure.get_suptitle() == "countdown, 40 rounds"
-    assert titles(figure) == [
-        "Held-out accuracy: 0.30 -> 0.70",
-        "Mean reward of the training completions",
-        "Mean length of the training completions",
-        "KL divergence from the reference model",
-        "Entropy of the policy",
-    ]
-    accuracy, reward = figure.axes[:2]
-    curves = {line.get_label(): line for line in accuracy.lines}
-    assert sorted(curves) == ["4 samples of each prompt (mean@4)", "greedy decoding"]
-    assert list(curves["greedy decoding"].get_xdata()) == [0, 20, 40]  # rounds, not steps
-    points, mean = reward.lines
-    assert len(points.get_xdata()) == 40 and mean.get_label() == "mean of 5 rounds"
-    assert mean.get_ydata()[10] == pytest.approx(0.10)
-    assert len(png(figure)) > 10_000
-
-
-def test_learning_curve_without_validation_or_with_a_round_without_reward():
-    rounds = [{"round": 1, "step": 0, "reward": math.nan}, {"round": 2, "step": 1, "reward": 0.5}]
-    (axes,) = pictures.learning_curve("run", rounds, [{"step": 0, "val/loss": 1.0}]).axes
-    assert list(axes.lines[0].get_xdata()) == [2]
-    assert png(pictures.learning_curve("run", rounds[:1], []))
+# Record.
 
 
 def test_the_record_is_bounded_and_goes_on_after_a_resume():
-    """The curves reach over the whole run; everything else is of the newest rounds and prompts."""
+    """The curves reach over the whole run; everything else is of the newest rounds."""
     whole, resumed = RunRecord(), RunRecord()
     trainer = SimpleNamespace()
-    number, prompts = WHOLE_ROUNDS + 10, 12
-    assert number * prompts > MOST_PROMPTS
+    number = WHOLE_ROUNDS + 10
     for n in range(number):
         if n == number - 5:
             resumed.load_state_dict(whole.state_dict())
         for record in (whole, resumed)[: 1 + (n >= number - 5)]:
-            round = make_round(n, prompts=prompts)
-            round.completions[0].dropped = "stale"
-            record.add_round(round, [0.5, 1.0])
+            round = make_round(n)
+            record.add_round(round)
             record.add_metrics({"step": 99, "time/total": n})  # `step` of a reward function
             trainer.callback_metrics = {"kl": torch.tensor(0.5 + n), "loss": torch.tensor(1.0)}
             Recorder(record).on_train_batch_end(trainer, None)
@@ -611,176 +511,3 @@ def test_the_record_is_bounded_and_goes_on_after_a_resume():
     assert [r["kl"] for r in whole.rounds] == [0.5 + n for n in range(number)]
     kept = [n for n, row in enumerate(whole.rounds) if "rollout/bubble_ratio" in row]
     assert kept == [*range(10, number)] and not any("loss" in row for row in whole.rounds)
-    assert len(whole.prompts) == MOST_PROMPTS
-    row, first = whole.prompts[-prompts], make_round(number - 1, prompts=prompts).groups[0]
-    assert (row["uid"], row["round"], row["version"]) == ("p0", number, 2 * number - 2)
-    assert row["id"] == first.id
-    assert row["lengths"] == [len(c.token_ids) for c in first.completions]
-    assert row["fates"] == ["stale", *(c.finish_reason for c in first.completions[1:])]
-    assert row["rewards"] == 4 * [0.5]
-
-
-def bars_of(figure: Figure) -> list[list]:
-    """Boxes of the bars in the upper panel, per colour."""
-    paths = [c.get_paths() for c in figure.axes[0].collections]
-    return [[path.get_extents() for path in some] for some in paths]
-
-
-def test_timeline_has_a_bar_for_each_completion_and_says_what_is_idle():
-    round = make_round(prompts=6)
-    del round.groups[-1]  # its completions were aborted, so to speak: not in the round
-    figure = pictures.slot_timeline(round)
-    bars = [bar for some in bars_of(figure) for bar in some]
-    assert len(bars) == 24
-    *finishes, idle = legend(figure)
-    assert idle == "idle slot" and finishes[-1] == "not trained on in this round (4)"
-    assert "cut at the limit of 40 tokens" in finishes[0]
-    assert sum(int(label.split("(")[1][:-1]) for label in finishes) == 24
-    trace = round.trace
-    assert max(bar.x1 for bar in bars) == trace.seconds == figure.axes[1].get_xlim()[1]
-    share = f"{trace.bubble_ratio:.0%}".replace("%", " %")
-    assert figure.get_suptitle() == (
-        f"Round 1: 24 completions decoded in 5 slots in {trace.seconds:.0f} s; "
-        f"{share} of the slot-time was idle"
-    )
-    assert titles(figure)[1] == f"On average {(1 - trace.bubble_ratio) * 5:.3g} of 5 slots decode"
-    assert len(png(figure)) > 10_000
-
-
-def test_timeline_of_a_long_round_in_many_slots():
-    trace = RolloutTrace(2000)
-    for i in range(2000):
-        trace.admitted(str(i), 0.0)
-    trace.take(Step(0.0, 2329.6, 1500, 0, decode_steps=9))
-    for i in range(2000):
-        trace.left(str(i), 2329.6, 9)
-    round = make_round()
-    round.trace = trace
-    figure = pictures.slot_timeline(round)
-    assert "in 2,330 s;" in figure.get_suptitle()
-    assert titles(figure)[1] == "On average 1,500 of 2,000 slots decode"
-
-
-def test_timeline_of_two_engines():
-    round = make_round(prompts=2)
-    groups, trace = round.groups, RolloutTrace(8, engines=2)
-    names = [[f"{g.id}/{c.index}" for c in g.completions] for g in groups[:2]]
-    first, second = (dict.fromkeys(each, 3) for each in names)
-    trace.take_turn({0: Step(0, 2, 4, 9, admitted=names[0], left=first)})
-    trace.take_turn({1: Step(3, 4, 4, 9, admitted=names[1], left=second)})
-    round.trace = trace
-    figure = pictures.slot_timeline(round)
-    assert "8 completions decoded in 8 slots of 2 engines in 4 s; 62 % of" in figure.get_suptitle()
-    stairs = next(p for p in figure.axes[1].patches if isinstance(p, StepPatch))
-    assert stairs.get_data().values.tolist() == [4, 0, 4]
-    assert stairs.get_data().edges.tolist() == [0, 2, 3, 4]
-
-
-def test_timeline_sorts_slots_by_when_they_fall_idle():
-    figure = pictures.slot_timeline(make_round(prompts=6))
-    last: dict[float, float] = {}
-    for bar in [bar for some in bars_of(figure) for bar in some]:
-        last[bar.y0] = max(bar.x1, last.get(bar.y0, 0))
-    ends = [last[row] for row in sorted(last)]
-    assert len(ends) == 5 and ends == sorted(ends, reverse=True)
-    assert figure.axes[0].yaxis_inverted()
-
-
-def test_timeline_shows_when_gradients_were_computed():
-    round = make_round(3)
-    end = round.trace.seconds
-    round.trace.worked(round.trace._origin + 1, round.trace._origin + 3)
-    round.trace.worked(round.trace._origin + end - 1, round.trace._origin + end + 4)
-    figure = pictures.slot_timeline(round)
-    assert legend(figure)[-1] == "the trainer computes gradients"
-    assert titles(figure)[2] == (
-        "Streamed training: gradients are computed for 7 s, 3 s of them while completions decode"
-    )
-    (lane,) = figure.axes[2].collections
-    assert [path.get_extents().x0 for path in lane.get_paths()] == [1, end - 1]
-    assert figure.axes[2].get_xlim() == (0, end + 4)  # also after the last decode step
-
-
-def test_timeline_marks_completions_that_begin_with_a_draft():
-    round = make_round(3)
-    round.metrics["drafts/tokens"] = 30
-    drafted, rejected, whole = round.completions[:3]
-    drafted.token_ids = [5] * (len(drafted.token_ids) + 9)  # more than the trace has seen
-    rejected.token_ids = [5] * (len(rejected.token_ids) + 1)  # a token drawn by the verification
-    whole.token_ids = [5] * 7
-    columns, name = round.trace.spans, round.samples[2].id
-    rows = [row for row in zip(*columns.values(), strict=True) if row[0] != name]
-    for values, column in zip(zip(*rows, strict=True), columns.values(), strict=True):
-        column[:] = values
-    figure = pictures.slot_timeline(round)
-    assert "begins with a draft from an earlier round (1); 1 more were complete" in legend(figure)
-    (mark,) = bars_of(figure)[-1]
-    first = min(row[2] for row in rows if row[0] == round.samples[0].id)
-    assert mark.x0 == first and whole.finished
-
-
-@pytest.mark.parametrize("slots", [1, 4, 1024])
-def test_timeline_of_few_and_many_slots(slots):
-    figure = pictures.slot_timeline(make_round(prompts=max(1, slots // 4), slots=slots))
-    assert len(figure.axes[0].collections) <= 3  # not an artist for each of 1,024 bars
-    assert len(png(figure)) < 150_000
-
-
-def test_timeline_needs_a_trace():
-    round = make_round(3)
-    round.trace = None
-    with pytest.raises(UsageError, match="Round 4 has no trace"):
-        pictures.slot_timeline(round)
-
-
-def histogram_of(lengths: list[int], limit: int = 10**6) -> Figure:
-    completions = [make_completion(i, n) for i, n in enumerate(lengths)]
-    for completion in completions:
-        cut = len(completion.token_ids) >= limit
-        completion.finish_reason = "length" if cut else "stop"
-    prompt = Prompt("p", "p", (1,))
-    return pictures.length_histogram(
-        Round(0, 0, [Group("p", prompt, Sampling(limit), completions)])
-    )
-
-
-def test_histogram_counts_all_and_marks_percentiles_and_limit():
-    figure = histogram_of([*range(1, 101)], limit=100)
-    (axes,) = figure.axes
-    assert axes.get_xscale() == "linear"
-    assert max(bar.get_y() + bar.get_height() for bar in axes.patches) >= 2
-    assert sum(bar.get_height() for bar in axes.patches) == 100
-    assert legend(figure) == [
-        "cut at the limit of 100 tokens (1)",
-        "ended by itself (99)",
-        "median: 50 tokens",
-        "90 % have at most 90 tokens",
-        "99 % have at most 99 tokens",
-        "limit of 100 tokens",
-    ]
-    assert [line.get_xdata()[0] for line in axes.lines] == [50, 90, 99, 100]
-    assert axes.get_xlabel() == "length of a completion (tokens)"
-    assert len(png(figure)) > 5_000
-
-
-def test_histogram_is_logarithmic_where_lengths_are_skewed():
-    figure = histogram_of([10] * 89 + [200] * 5 + [1000] * 6)
-    assert figure.axes[0].get_xscale() == "log" and figure.axes[0].get_xlim()[1] < 2000
-    figure.draw_without_rendering()
-    ticks = {text.get_text() for text in figure.axes[0].get_xticklabels()}
-    assert {"10", "20", "50", "1,000"} <= ticks
-    assert legend(figure)[-1] == "limit of 1,000,000 tokens, beyond the right edge"
-
-
-def test_histogram_of_one_length_and_of_none():
-    assert "median: 7 tokens" in legend(histogram_of([7] * 4))
-    assert png(histogram_of([0, 0]))
-
-
-def test_pictures_leave_no_global_figure_behind():
-    import matplotlib as mpl
-    from matplotlib import pyplot
-
-    before = dict(mpl.rcParams)
-    png(pictures.slot_timeline(make_round()))
-    assert not pyplot.get_fignums() and dict(mpl.rcParams) == before

@@ -13,13 +13,13 @@ from plain_module import Plain
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     LengthPrediction,
-    MicroBatchAccumulation,
     MicroGroupSampling,
     RNGState,
     RolloutCallback,
     SortedBatching,
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.logprobs import completion_logprobs
 

@@ -81,41 +81,6 @@ def test_a_changed_setting_holds_or_a_warning_says_that_it_does_not(
     assert len({group["lr"] for group in trainer.optimizers[0].param_groups}) == 1
 
 
-class Older(GRPOModule):
-    """Groups weights as earlier versions did, which did not write their names."""
-
-    flat_decay = True
-
-    def configure_optimizers(self) -> Any:
-        weights, decay = [*self.parameters()], self.hparams["weight_decay"]
-        groups: list[Any] = [{"params": weights}]
-        if not self.flat_decay:
-            groups = [{"params": [p for p in weights if p.ndim > 1]}]
-            groups += [{"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0}]
-        optimizer = AdamW(groups, lr=self.hparams["learning_rate"], weight_decay=decay)
-        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        del checkpoint["policy"]["optimizer"]
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("flat_decay", [True, False])
-def test_groups_of_earlier_versions_go_on_as_they_were(tiny_model, save, resume, flat_decay, decay):
-    older = Older(tiny_model, weight_decay=0.1, learning_rate=1e-3)
-    older.flat_decay = flat_decay
-    path, state, groups = save(older)
-    module = GRPOModule(tiny_model, weight_decay=decay, learning_rate=1e-3)
-    trainer, said = resume(module, path)
-    assert all(torch.equal(state[n], found) for n, found in moments(trainer, module).items())
-    assert settings_of(trainer, module) == groups
-    assert any("biases and norms decay" in text for text in said) == (flat_decay and decay > 0)
-    assert any("`weight_decay=0.0` (the checkpoint has 0.1)" in t for t in said) == (decay == 0)
-    trainer, _ = resume(GRPOModule(tiny_model, weight_decay=decay), path, epochs=3)
-    assert trainer.global_step == 3
-
-
 @pytest.mark.parametrize(("before", "after"), [(SGD, AdamW), (AdamW, SGD), (Adam, AdamW)])
 def test_the_state_of_another_optimizer_is_refused(tiny_model, save, resume, before, after):
     def made(kind):

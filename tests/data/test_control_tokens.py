@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_families import tokenizer_of
 
-from lit_rlsched.data.control_tokens import RESET, ControlTokens
+from lit_rlsched.data.messages import RESET, ControlTokens
 from lit_rlsched.types import Prompt
 
 TOKENIZER = tokenizer_of("qwen2_5")

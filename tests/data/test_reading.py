@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lit_rlsched.data.rows import load_rows, open_stream
-from lit_rlsched.data.stream import RowStream, StreamSource
+from lit_rlsched.data.source import RowStream, StreamSource
 from lit_rlsched.settings import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -13,8 +13,7 @@ from seen_rounds import Rounds
 from trl.trainer.utils import repeat_iterable_dataset
 
 from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
-from lit_rlsched.data.source import DomainSource
-from lit_rlsched.data.stream import StreamSource
+from lit_rlsched.data.source import DomainSource, StreamSource
 from lit_rlsched.data.tasks import HubDataset
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt, Sampling

@@ -1,6 +1,5 @@
-"""Token ids made in threads by the Rust tokenizer are those of `tokenizer(text)`."""
+"""Token ids of batches are those of `tokenizer(text)`."""
 
-import os
 from hashlib import blake2b
 from typing import Any
 
@@ -40,16 +39,11 @@ def rows_of(prompts: list[Any]) -> list[dict[str, Any]]:
     return [{"prompt": prompt} for prompt in prompts]
 
 
-@pytest.mark.parametrize("threads", ["true", None])
 @pytest.mark.parametrize("batch", [4, 1000])
-def test_batches_in_threads_have_the_ids_of_single_calls(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, threads: str | None, batch: int
+def test_batches_have_the_ids_of_single_calls(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    if threads is not None:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
-    monkeypatch.setattr(tokenizing, "BATCH", batch)
-    monkeypatch.setattr(tokenizing, "_AT_ONCE", 3)
+    monkeypatch.setattr(tokenizing, "_BATCH", batch)
     prompts = [prompt for prompt in PROMPTS if prompt]
     expected = plain_ids(tokenizer, prompts)
     tokenizer(text=["a"], truncation=True, max_length=2, padding="max_length")  # left by the user
@@ -60,12 +54,11 @@ def test_batches_in_threads_have_the_ids_of_single_calls(
         int.from_bytes(blake2b(np.array(one, np.int32).tobytes(), digest_size=8).digest(), "big")
         for one in expected
     ]
-    assert made._hashes.to_pylist() == hashes
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == threads, "as the user has set it"
+    assert made.hashes.tolist() == hashes
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_settings_of_the_tokenizer_hold_in_its_rust_part(tokenizer: Any, split: bool) -> None:
+def test_settings_of_the_tokenizer_hold(tokenizer: Any, split: bool) -> None:
     tokenizer.split_special_tokens = split
     expected = plain_ids(tokenizer, PROMPTS)
     tokenizer(text=["a"], split_special_tokens=not split)
@@ -79,7 +72,6 @@ def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
 
     loud = Shouting.from_pretrained(tokenizer.name_or_path)
     lower, upper = PromptTokenizer(tokenizer, None), PromptTokenizer(loud, None)
-    assert upper.threads == 1 < lower.threads
     assert upper([{"prompt": "four"}]) == lower([{"prompt": "FOUR"}]) != lower([{"prompt": "four"}])
 
 
@@ -93,7 +85,7 @@ def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
 def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "BATCH", 5)
+    monkeypatch.setattr(tokenizing, "_BATCH", 5)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}a"
     )
@@ -106,15 +98,15 @@ def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
 def test_an_interrupted_start_leaves_no_half_of_a_file(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizing, "BATCH", 5)
+    monkeypatch.setattr(tokenizing, "_BATCH", 5)
     rows = load_rows([{"prompt": f"{i}"} for i in range(50)])
     (of_rows,) = cache_folder().glob("*.arrow")
     original = tokenizing._token_batch
 
-    def interrupted(table: Any, start: int, *others: Any) -> Any:
-        if start == 30:
+    def interrupted(tokenize: Any, numbered: Any) -> Any:
+        if numbered[0][0] == 30:
             raise KeyboardInterrupt
-        return original(table, start, *others)
+        return original(tokenize, numbered)
 
     monkeypatch.setattr(tokenizing, "_token_batch", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -639,7 +639,7 @@ def draw_over_switches(
     """
     worker, events = bench.engine.make_worker(Admission(SLOTS)), dict[str, list[Event]]()
     trace, policies = worker.start_trace(), list[PreTrainedModel]()
-    worker.start_round(take_turns=True, ahead=False, version=0)
+    worker.start_round(ahead=False, version=0)
     worker.submit(batch)
     while worker.busy:
         turn = trace.decode_steps
@@ -720,7 +720,7 @@ def test_an_abort_between_old_weights_and_new_ones(restored: Bench) -> None:
     batch = requests(3)
     worker = restored.engine.make_worker(Admission(2))
     trace = worker.start_trace()
-    worker.start_round(take_turns=True, ahead=False, version=4)
+    worker.start_round(ahead=False, version=4)
     worker.submit(batch)
     worker.allow(4)
     events = worker.step()

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_rlsched.engines import TransformersEngine, placement
-from lit_rlsched.engines.placement import check_devices, cores_of, variables_of
+from lit_rlsched.engines import TransformersEngine, devices
+from lit_rlsched.engines.devices import check_devices, cores_of, variables_of
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.settings import UsageError
@@ -58,7 +58,7 @@ def test_a_model_is_split_over_its_share_of_the_devices(monkeypatch: pytest.Monk
         def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
             return 8
 
-    monkeypatch.setattr(placement, "available_cores", lambda: list(range(9)))
+    monkeypatch.setattr(devices, "available_cores", lambda: list(range(9)))
     for engines, most in ((1, 8), (2, 4), (3, 2), (5, 1), (12, 1)):
         pool = EnginePool([Splitting() for _ in range(engines)])
         assert pool.max_tensor_parallel_size(ON_CPU) == most

@@ -118,32 +118,18 @@ def test_engines_that_wait_for_each_other_in_every_turn():
 
     pool = started(engine(1.0), engine(2.0))
     worker = pool.make_worker(Admission(2))
-    worker.start_round(take_turns=False, ahead=False)
+    worker.start_round(ahead=False)
     worker.submit(requests(["a/0", "b/0"]))
     for _ in range(3):
         worker.step()
     assert [round(engine.now(), 1) for engine in pool.engines] == [5.0, 6.0]
 
 
-def test_new_predictions_count_where_the_next_group_goes():
-    pool = started(SimulatedEngine(), SimulatedEngine())
-    worker = pool.make_worker(Admission(2))
-    worker.start_round(take_turns=False, ahead=False)
-    worker.submit(requests(["a/0", "a/1", "b/0"]))
-    worker.submit(requests(["a/2"]))
-    assert [len(one.admission) for one in worker.workers] == [3, 1], "the group stays together"
-    worker.rekey({"a/0": 1.0, "a/1": 2.0, "a/2": 3.0})
-    worker.submit(requests(["c/0"]))
-    assert [len(one.admission) for one in worker.workers] == [4, 1]
-    worker.abort(["a/0", "a/1", "a/2", "b/0", "c/0"])
-    assert not worker.busy
-
-
 def test_a_request_that_paused_goes_on_where_it_began():
     pool = EnginePool([Steps(lambda request: 20) for _ in range(2)])
     pool.start(replace(SPEC, slots=2))
     worker = pool.make_worker(Admission(1))
-    worker.start_round(take_turns=False, ahead=False)
+    worker.start_round(ahead=False)
     first, second = requests(["a/0", "a/1"])
     worker.submit([first, replace(second, pause_at=1)])
     (paused,) = [event for event in worker.step() if event.finish_reason]
@@ -167,7 +153,7 @@ def test_engines_need_not_wait_once_nobody_waits():
     worker.workers[0].allow = allowed.append
     for names, steps in ((["a/0", "a/1"], [0, None]), (["a/0", "a/1", "a/2"], [0, WINDOW])):
         worker.start_trace()
-        worker.start_round(take_turns=False, ahead=True)
+        worker.start_round(ahead=True)
         worker.submit(requests(names))
         worker.step()
         assert [len(one.running) for one in worker.workers] == [1, 1]
@@ -183,7 +169,7 @@ def test_a_round_begins_without_what_the_last_one_knew():
 
     def run(*names):
         worker.start_trace()
-        worker.start_round(take_turns=False, ahead=False)
+        worker.start_round(ahead=False)
         worker.submit(requests(names))
         worker.step()
         running = [sorted(one.running) for one in worker.workers]

@@ -144,8 +144,7 @@ def test_engines_share_the_cores_and_one_copy_of_the_weights(two):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_one_of_two_is_killed_or_stopped_in_the_middle_of_a_round(alone, two, how, monkeypatch):
     for engine in two.engines:
-        for name in ("floor", "first"):
-            monkeypatch.setattr(engine._timeouts, name, 5.0)
+        monkeypatch.setattr(engine, "limit", lambda starts: 1800.0 if starts else 5.0)
     before, killed = [engine.restarts for engine in two.engines], []
 
     def kill_once(group):

@@ -6,22 +6,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.engines.spec import EngineSpec, EngineStats
-from lit_rlsched.scheduling.admission import KEYS, Admission, CacheBudget, Order
+from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.scheduling.recorded_lengths import (
     LogNormalLengths,
     RecordedCompletions,
     TraceLengths,
 )
-from lit_rlsched.scheduling.speculation import Drafting
-from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
-from lit_rlsched.simulation.loop import simulated_session
-from lit_rlsched.types import Completion, Event, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Event, Request, Sampling
 
 EOS = 1
 
@@ -216,67 +210,3 @@ def test_the_cache_is_as_large_as_it_is_told_to_be() -> None:
     engine = start(SimulatedEngine(kv_block=16, kv_capacity=4096))
     assert (engine.kv_block, engine.kv_capacity) == (16, 4096)
     assert SimulatedEngine(kv_block=None).kv_block is None
-
-
-TEXTS = st.lists(st.lists(st.integers(5, 6), min_size=1, max_size=30), min_size=1, max_size=8)
-
-
-@given(
-    TEXTS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.sampled_from([*KEYS, None])
-)
-def test_draft_tokens_change_no_token(
-    texts: list[list[int]], slots: int, tokens: int, while_running: int, order: Order | None
-) -> None:
-    """In every order, with pauses for a lease of the cache too (None)."""
-    recorded = RecordedCompletions({f"g{i // 2}/{i % 2}": text for i, text in enumerate(texts)})
-    budget = CacheBudget(tokens=40, lease=4) if order is None else None
-
-    def drawn(drafting: Drafting | None) -> tuple[list[Group], RolloutTrace, EngineStats]:
-        engine = SimulatedEngine(recorded)
-        session = simulated_session(
-            engine,
-            slots,
-            33,
-            lambda: Admission(slots, order=order or "fifo", budget=budget),
-            drafting=drafting,
-        )
-        groups = [
-            Group(
-                f"g{i // 2}",
-                Prompt(f"g{i // 2}", "x", (5, 6)),
-                Sampling(30),
-                [Completion(j) for j in range(len(texts[i : i + 2]))],
-            )
-            for i in range(0, len(texts), 2)
-        ]
-        assert len([*session.rollout(groups, 0)]) == len(groups)
-        return groups, session.trace, engine.stats()
-
-    groups, trace, stats = drawn(Drafting(tokens, while_running))
-    plain, before, _ = drawn(None)
-    assert [[*c.token_ids] for g in groups for c in g.completions] == texts
-    assert [c.finish_reason for g in groups for c in g.completions] == [
-        c.finish_reason for g in plain for c in g.completions
-    ]
-    assert (stats.running, stats.kv_tokens) == (0, 0)
-    assert trace.tokens == before.tokens == trace.total("running") + trace.total("accepted")
-    assert stats.accepted == trace.total("accepted") <= trace.total("proposed")
-    if order == "fifo":
-        assert trace.plain_steps == before.decode_steps >= trace.decode_steps
-
-
-def test_a_draft_token_takes_as_long_as_a_request() -> None:
-    text = [11 + i for i in range(6)]
-    engine = SimulatedEngine(
-        RecordedCompletions({"g/0": text, "g/1": text}), step_time_base=1.0, per_running=0.25
-    )
-    engine.start(EngineSpec("", 1, 64, (0,), drafting=Drafting(4, 1)))
-    for i in range(2):
-        engine.submit([Request(f"g/{i}", (5, 6), 0, Sampling(6))])
-        before, steps = engine.now(), 0
-        while engine.stats().running:
-            engine.step()
-            steps += 1
-        # the first draws alone; the second knows the first's text from its second step on
-        assert engine.now() - before == pytest.approx([6 * 1.25, 1.25 + 2.25][i], abs=1e-5)
-        assert steps == [6, 2][i]

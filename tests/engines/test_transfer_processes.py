@@ -7,10 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from played_gpus import PlayedGPUs, play_trainer
+from played_gpus import PlayedGPUs, perturb, play_trainer
 
-from benchmarks.gpu_check.decoding import perturb
-from lit_rlsched.engines import ProcessEngine, weights
+from lit_rlsched.engines import ProcessEngine, weight_transfer
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec
 from lit_rlsched.training.weight_sync import WeightSync
@@ -33,8 +32,8 @@ def deadly(tmp_path):
 def start(tiny_model, tiny_policy, deadly, monkeypatch):
     """Start engines; returns them, and their sync, which compares log-probs."""
     play_trainer(monkeypatch)
-    small = partial(weights.buckets, limit=60_000)
-    monkeypatch.setattr(weights, "buckets", small)
+    small = partial(weight_transfer.buckets, limit=60_000)
+    monkeypatch.setattr(weight_transfer, "buckets", small)
     started = []
 
     def start(kind, count):
@@ -80,7 +79,7 @@ def test_an_engine_that_hangs(start, tiny_policy, deadly):
     engine, sync = start("nccl", 2)
     assert synced(sync, tiny_policy, 1)
     for each in engine.engines:
-        each._timeouts.floor = 4.0
+        each.limit = lambda starts: 4.0
     deadly.write_text("0 SIGSTOP")
     said = "engine 0 of 2 did not answer for .* s and was killed"
     with pytest.warns(UserWarning, match=said):

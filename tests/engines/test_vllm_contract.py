@@ -35,9 +35,6 @@ PACKAGE = Path(lit_rlsched.__file__).parent
 CODE = (
     "vllm",
     "_vllm_guest",
-    "_vllm_receiver",
-    "_vllm_second_runner",
-    "_vllm_verifying",
     "_vllm_worker",
 )
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
@@ -56,7 +53,6 @@ NAMESPACE = {
 }
 """Classes and modules on the way to what is touched."""
 BY_FRAME_OR_TYPE = {
-    "apply_top_k_top_p",  # imported by its name
     "MultiprocExecutor.workers",
     "MultiprocExecutor.shutdown",
     "VocabParallelEmbedding.quant_method",

@@ -15,7 +15,7 @@ import vllm_build
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import engine_args
-from lit_rlsched.engines.gpu_setup import driver
+from lit_rlsched.engines.devices import driver
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.settings import UsageError

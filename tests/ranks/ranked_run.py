@@ -33,11 +33,11 @@ from struck_engines import struck
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.run import arrival, run_config, training_run
+from lit_rlsched.engines import process_engine
+from lit_rlsched.run import run_config, same_ranks, training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.scheduling.time_limits import AnswerTimeouts
 from lit_rlsched.training import weight_sync
 
 StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
@@ -145,9 +145,9 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     os.chdir(folder)
     nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
-    arrival.SLOW, limit = more.get("waits", (arrival.SLOW, None))
+    same_ranks.SLOW, limit = more.get("waits", (same_ranks.SLOW, None))
     if "hang" in more:
-        AnswerTimeouts.__init__.__defaults__ = (more["hang"], 20.0, more["hang"], 1800.0)
+        process_engine.ANSWER = more["hang"]
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]
@@ -220,7 +220,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "hooks": recorder.hooks,
         "shares": None if more.get("plain") else module._sharing.works,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
-        "metrics": {k: v for k, v in metrics.items() if not k.startswith(("time/", "timeline/"))},
+        "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},
         "counters": dict(datamodule.run.counters),
     }
     Path(folder, f"{name}.{trainer.global_rank}.json").write_text(json.dumps(said))

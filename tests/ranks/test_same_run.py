@@ -138,8 +138,7 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
         "callbacks": {"TailBatching": {"completion_ratio": 1.25, "reuse_drafts": True}},
         "rounds": 4,
     }
-    timed = {"AheadRollout": {}, "Timeline": {}}
-    ahead = {"callbacks": timed, "engine": "TransformersEngine", "rounds": 4}
+    ahead = {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine", "rounds": 4}
     filled = {"callbacks": {"DrainFilling": {}}, "rounds": 4}
     in_flight = {"InFlightUpdates": {"turns": 4, "max_staleness": 1, "too_old": "verify"}}
     mixed = {

@@ -1,6 +1,7 @@
 """`reasoning_gym_reward`, which tells what the interpreter was made to do while it scored."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from lit_rlsched.rewards.functions import import_reasoning_gym, reasoning_gym_reward
@@ -20,21 +21,23 @@ class Audited:
 
     __name__ = "audited"
 
-    def __init__(self) -> None:
+    def __init__(self, reward: Callable[..., list[float]] = reasoning_gym_reward) -> None:
+        self.reward = reward
         self.seen: set[str] = set()
 
     def warm_up(self) -> None:
         import_reasoning_gym()
         sys.addaudithook(hear)
 
-    def __call__(self, completions: Any, *, task: Any, log_extra: Any, **columns: Any) -> Any:
+    def __call__(self, completions: Any, *, log_extra: Any, **columns: Any) -> Any:
         EVENTS.clear()
         try:
-            return reasoning_gym_reward(completions, task=task, **columns)
+            return self.reward(completions, **columns)
         finally:
-            if task[0] in self.seen:
+            (task,) = columns.get("task", [""])
+            if task in self.seen:
                 log_extra("events", [list(EVENTS)])
-            self.seen.add(task[0])
+            self.seen.add(task)
 
 
 def evaluates(completions: list[str], **kwargs: Any) -> list[float]:

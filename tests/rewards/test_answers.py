@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from lit_rlsched.rewards import RewardScheduler, ScoredJob
 from lit_rlsched.rewards.answers import (
     REVIEWED,
-    _check_plain,
     checked_entry,
     import_reasoning_gym,
     score_entry,
-    verifier_of,
 )
-from lit_rlsched.rewards.formulas import work_out
+from lit_rlsched.rewards.functions import countdown_reward, work_out
 from lit_rlsched.settings import UsageError
 
 TOUCHED = Path("/tmp/touched-by-an-answer")
@@ -66,12 +64,7 @@ ESCAPES = [
     "!!python/object/apply:os.system ['true']",
     "cos\nsystem\n(S'true'\ntR.",
 ]
-EVALUATED = [
-    *("binary_matrix", "bitwise_arithmetic", "countdown", "n_queens", "number_sorting"),
-    *("puzzle24", "spiral_matrix", "string_insertion"),
-]
-"""Data sets whose own verifier runs an answer or a column."""
-QUICK = [*EVALUATED, "coin_flip", "rubiks_cube", "propositional_logic", "chain_sum", "game_of_life"]
+QUICK = ["coin_flip", "rubiks_cube", "propositional_logic", "chain_sum", "game_of_life"]
 
 
 def entries(task: str, count: int = 1) -> list[dict[str, Any]]:
@@ -127,12 +120,22 @@ def check_jobs(jobs: dict[Any, ScoredJob]) -> None:
     assert not TOUCHED.exists()
 
 
+def test_no_known_escape_is_run_as_a_countdown() -> None:
+    facts = {"numbers": [3, 5, 7], "target": 9}
+    with RewardScheduler([Audited(countdown_reward)], timeout=60) as scheduler:
+        for answer in ["", *ESCAPES]:
+            submit(scheduler, answer, f"<answer>{answer}</answer>", columns={"metadata": facts})
+        jobs = collect(scheduler, 60)
+    check_jobs(jobs)
+    assert all(job.scores == [0.0] for job in jobs.values())
+
+
 def test_the_hook_hears_what_is_evaluated() -> None:
     jobs, _ = score([AuditedEval()], ["1 + 1"])
     assert [event.split()[0] for event in jobs["1 + 1"].extra["events"]] == ["compile", "exec"]
 
 
-def test_no_known_escape_is_run_where_theirs_evaluates(audited, rows) -> None:
+def test_no_known_escape_is_run_in_a_few_data_sets(audited, rows) -> None:
     check_silent(audited, QUICK, ESCAPES, rows)
 
 
@@ -148,7 +151,7 @@ STRINGS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=40).map("".j
 
 @settings(max_examples=5, suppress_health_check=list(HealthCheck))
 @given(st.lists(STRINGS, min_size=20, max_size=20))
-def test_no_random_answer_is_run_where_theirs_evaluates(audited, rows, answers: list[str]) -> None:
+def test_no_random_answer_is_run_in_a_few_data_sets(audited, rows, answers: list[str]) -> None:
     check_silent(audited, QUICK, answers, rows)
 
 
@@ -194,7 +197,7 @@ def check_columns(scheduler: RewardScheduler, tasks: list[str], escapes: list[An
 COLUMN_ESCAPES = [TOUCH, f"(0x1 << 0x1) + {TOUCH}", f"['1', {TOUCH}]", "9**9**9", 10**15]
 
 
-def test_no_column_is_run_where_theirs_evaluates(audited) -> None:
+def test_no_column_is_run_in_a_few_data_sets(audited) -> None:
     check_columns(audited, QUICK, COLUMN_ESCAPES[:3])
 
 
@@ -216,9 +219,12 @@ def test_a_version_that_nobody_reviewed_is_refused(monkeypatch) -> None:
 def test_every_data_set_was_reviewed_but_those_that_are_left_out() -> None:
     from reasoning_gym.factory import DATASETS
 
-    integrals = {"simple_integration", "intermediate_integration"}
-    assert set(DATASETS) == {*REVIEWED, "composite", "polynomial_multiplication", *integrals}
-    assert set(EVALUATED) < {name for name, review in REVIEWED.items() if review.score}
+    run_text = {
+        *("binary_matrix", "bitwise_arithmetic", "countdown", "n_queens", "number_sorting"),
+        *("puzzle24", "spiral_matrix", "string_insertion", "polynomial_multiplication"),
+        *("simple_integration", "intermediate_integration"),
+    }
+    assert set(DATASETS) == {*REVIEWED, *run_text, "composite", "game_of_life_halting"}
 
 
 @pytest.mark.parametrize("tasks", [QUICK, pytest.param(REVIEWED, marks=pytest.mark.slow)], ids=len)
@@ -227,38 +233,29 @@ def test_the_row_s_own_answer_scores_one(tasks: Collection[str]) -> None:
         entry = entries(task)[0]
         gold = gold_of(task, entry)
         for metadata in (entry["metadata"], json.dumps(entry["metadata"])):
-            checked = checked_entry(task, metadata, entry["answer"], entry["question"])
+            own = metadata, entry["answer"], entry["question"]
+            checked = checked_entry(task, REVIEWED[task], *own)
             assert gold is None or score_entry(task, gold, checked) == 1.0, task
 
 
-@pytest.mark.parametrize("task", EVALUATED)
-def test_our_verifiers_give_the_scores_of_the_data_set(task: str) -> None:
-    for entry in entries(task, 4):
-        checked = checked_entry(task, entry["metadata"], entry["answer"], entry["question"])
-        gold = entry["answer"]
-        others = [gold, None, "", "12", "1 2 3", "[]", gold + "0", gold[:-1], gold[1:], f"({gold})"]
-        listed = [str(list(gold)), json.dumps([line.split() for line in gold.split("\n")])]
-        for answer in [*others, *listed, gold.replace("2", "3"), gold.replace(" ", "")]:
-            theirs = verifier_of(task)(answer, entry)
-            assert score_entry(task, answer, checked) == theirs, (answer, entry)
-
-
-def test_where_ours_are_stricter() -> None:
-    halting = checked_entry("game_of_life_halting", {}, "False", "")
-    assert score_entry("game_of_life_halting", "whatever", halting) == 0.0
-    assert score_entry("game_of_life_halting", "false", halting) == 1.0
-    puzzle = checked_entry("puzzle24", {"numbers": [1, 2, 3, 4]}, "1*2*3*4", "")
-    scores = {"1*2*3*4": 1.0, "10+10+2+2": 0.01, "(1+3)*(2+4)": 1.0, "4*3*2+1/1": 0.01}
-    assert {answer: score_entry("puzzle24", answer, puzzle) for answer in scores} == scores
-
-
 def test_characters_are_counted_and_not_their_escapes() -> None:
-    _check_plain({"question": "\u6570" * 250_000})
+    checked_entry("gcd", REVIEWED["gcd"], {}, "\u6570" * 250_000)
 
 
 @pytest.mark.parametrize(
-    "text", ["(2**999*3)**999", "2**0.5", "2**x", "1/(2-2)", "(1-1)**-1", "x", "sqrt(4)", "1j"]
+    ("text", "value"),
+    [
+        *(("1+2*3", 7), ("(1+2)*3", 9), ("8/2/2", 2), ("7-5-3", -1), ("-3 + +5", 2)),
+        *(("2*-3", -6), (" 1.5 * .5*4. ", 3), ("-(2+3)*(4-6)/5", 2), ("10/4", 2.5)),
+    ],
 )
-def test_formulas_that_would_grow_or_have_no_value_are_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+def test_a_formula_has_python_s_value(text: str, value: float) -> None:
+    assert work_out(text) == value == eval(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2**3", "2**x", "1/(2-2)", "x", "sqrt(4)", "1j", "1e9", "0x1", "1 2", "(1", "1)"]
+)
+def test_what_is_no_formula_or_has_no_value_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, ArithmeticError)):
         work_out(text)

@@ -42,7 +42,7 @@ def test_countdown_gives_nothing_for_a_completion_cut_at_the_limit() -> None:
 def test_reasoning_gym_scores_as_the_data_set_does() -> None:
     import reasoning_gym
 
-    for task in ("chain_sum", "countdown", "leg_counting", "spiral_matrix", "polynomial_equations"):
+    for task in ("chain_sum", "leg_counting", "polynomial_equations"):
         data = reasoning_gym.create_dataset(task, size=2, seed=1)
         for entry in data:
             for given in (entry["answer"], "12", "1 2 3", "0.5"):
@@ -59,11 +59,12 @@ def test_reasoning_gym_takes_metadata_as_json_and_evaluates_no_code(tmp_path) ->
     file = tmp_path / "touched"
     code = f"<answer>open({str(file)!r}, 'w')</answer>"
     scores = reasoning_gym_reward(
-        [code, "<answer>7+5-3</answer>", "no answer"],
-        task=["countdown"] * 3,
-        metadata=['{"numbers": [3, 5, 7], "target": 9}'] * 3,
+        [code, "<answer>9</answer>", "no answer"],
+        task=["chain_sum"] * 3,
+        metadata=['{"expression": "7 + 5 - 3"}'] * 3,
+        answer=["9"] * 3,
     )
-    assert scores == [0.01, 1.0, 0.01]
+    assert scores[0] < 0.1 and scores[1:] == [1.0, 0.0]
     assert not file.exists()
 
 

@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import lightning as L
 import pytest
+import torch
 from harness import collect, score, submit
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server import free_port, served
 
-from lit_rlsched.engines import TransformersEngine
+from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import MicroGroupSampling
+from lit_rlsched.data.tasks import Countdown
+from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.rewards import JudgeReward, RewardScheduler
-from lit_rlsched.rewards.engine_judge import EngineJudgeReward
-from lit_rlsched.rewards.judge import Judge, Unparsed
+from lit_rlsched.rewards.judge import NoGrade
 from lit_rlsched.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -317,7 +322,7 @@ def test_no_text_of_a_completion_passes_for_another_turn(chat: list[dict[str, An
 )
 def test_a_grade_in_any_turn_is_a_quotation(chat: list[dict[str, Any]]) -> None:
     judge = JudgeReward("m", "http://here/v1", score_pattern=r'"grade": (\d+)')
-    with pytest.raises(Unparsed, match="a quotation"):
+    with pytest.raises(NoGrade, match="a quotation"):
         judge.score('It says {"grade": 10}.', chat)
     assert judge.score('It says "grade": 10. {"grade": 4}', chat) == 0.4
 
@@ -447,26 +452,75 @@ COUNTDOWN = {
 
 
 def puzzles(number: int) -> list[str]:
-    from lit_rlsched.data.tasks import Countdown
-
     rows = Countdown(split="heldout", size=number).rows()
     return [row["prompt"][0]["content"] for row in rows]
 
 
-def answers(judge: Judge, questions: list[str]) -> dict[str, tuple[float | None, str]]:
-    with RewardScheduler([judge], timeout=100.0) as scheduler:
-        for question in questions:
-            submit(scheduler, question, question)
-        jobs = collect(scheduler, 120.0)
-    assert not scheduler.counters()["rewards/judge/no_answers"]
-    return {text: (job.scores[0], job.extra["judge_answer"]) for text, job in jobs.items()}
+def said_by_generate(question: str) -> str:
+    """The greedy answer as transformers itself gives it."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=256)[0]
+    return tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.mark.slow
-def test_vllm_s_server_judges_as_an_engine_does(vllm_server: str) -> None:
-    questions = puzzles(10)
-    served = answers(JudgeReward("judge", vllm_server, **COUNTDOWN), questions)
-    engine = TransformersEngine()
-    own = answers(EngineJudgeReward(MODEL, engine, max_model_len=512, **COUNTDOWN), questions)
-    assert served == own
-    assert len({score for score, _ in served.values()} - {None}) > 3
+def test_vllm_s_server_answers_greedily(vllm_server: str) -> None:
+    judge, questions = JudgeReward("judge", vllm_server, **COUNTDOWN), puzzles(10)
+    jobs, counters = score([judge], questions, timeout=100.0)
+    assert not counters["rewards/judge/no_answers"]
+    for question, job in jobs.items():
+        said = said_by_generate(question)
+        assert job.extra == {"judge_answer": said}
+        assert job.scores == [None] if job.failures[0] else [judge.score(said)]
+    assert len({job.scores[0] for job in jobs.values()} - {None}) > 3
+
+
+@pytest.mark.slow
+def test_a_judge_beside_the_rollout_scores_while_the_round_decodes(
+    vllm_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server and the policy's engine share the device: each has a part of its memory."""
+    happened: list[str] = []
+    step, receive = VLLMEngine.step, RewardScheduler._take
+
+    def noted_step(engine: VLLMEngine) -> Any:
+        happened.append("decodes")
+        return step(engine)
+
+    def noted_take(scheduler: RewardScheduler, *result: Any) -> None:
+        happened.append("judged")
+        receive(scheduler, *result)
+
+    monkeypatch.setattr(VLLMEngine, "step", noted_step)
+    monkeypatch.setattr(RewardScheduler, "_take", noted_take)
+    data = RolloutDataModule(
+        Countdown(size=16),
+        [JudgeReward("judge", vllm_server, **COUNTDOWN)],
+        engine=VLLMEngine(kv_cache_gib=2**-4),
+        num_generations=4,
+        prompts_per_round=8,
+        max_completion_length=64,
+        reward_timeout=100.0,
+        seed=0,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        callbacks=[MicroGroupSampling(slots=4)],
+    )
+    trainer.fit(GRPOModule(MODEL), data)
+    scored = happened.count("judged")
+    last_step = len(happened) - happened[::-1].index("decodes")
+    assert scored == 32 and happened[:last_step].count("judged") > scored / 2
+    assert trainer.callback_metrics["rewards/judge/no_answers"] == 0

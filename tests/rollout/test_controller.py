@@ -13,8 +13,7 @@ from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import PromptHistory
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training.selection import Selection, Stop
 from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling
@@ -276,7 +275,6 @@ def test_a_group_stops_as_soon_as_it_can(prompts, keep, stream, random):
 ADMISSIONS = {
     "fifo": lambda: Admission(5),
     "rounds": lambda: Admission(5, "rounds"),
-    "least_attained": lambda: Admission(5, order="least_attained"),
     "longest_first": lambda: Admission(5, order="longest_first"),
     "planned": lambda: Admission(5, order="planned"),
     "budget": lambda: Admission(8, budget=CacheBudget(100, 4, 3)),

@@ -23,8 +23,7 @@ from lit_rlsched.rollout.controller import RolloutController, Verify
 from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
 from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import SiblingMax
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -54,15 +53,15 @@ class PlayedServer(Server):
         self.answers = []
 
     def _send(self, value, raised=False):
-        self.answers.append((self._asked, raised, value, 0.0))
+        self.answers.append((self._asked, raised, value))
 
 
 class PlayedChild(Child):
     """An engine's process, played in this one."""
 
-    def __init__(self, timeouts, chance, mortal):
-        self._timeouts, self._chance, self._mortal = timeouts, chance, mortal
-        self._asked, self._kind, self._name = 0, "", "the engine"
+    def __init__(self, chance, mortal):
+        self._chance, self._mortal = chance, mortal
+        self._asked, self._name = 0, "the engine"
         self.server, self.messages, self.dead = PlayedServer(), [], False
 
     def _send(self, *message):
@@ -114,7 +113,7 @@ class Played(ProcessEngine):
         self.chance, self.deaths = random.Random(seed), deaths
 
     def _launch(self):
-        self._child = PlayedChild(self._timeouts, self.chance, self.deaths)
+        self._child = PlayedChild(self.chance, self.deaths)
         self.kv_block, self.kv_capacity = self._child.call(
             "start", pickled_engine(self.engine), self._spec
         )
@@ -147,7 +146,7 @@ class Round:
         pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
         try:
             worker = pool.make_worker(admission(slots) if admission else Admission(slots))
-            lengths = CalibratedPredictor(SiblingMax()) if predict else None
+            lengths = CalibratedPredictor(PromptHistory()) if predict else None
             controller = RolloutController(
                 worker, Unscored(), seed=3, lengths=lengths, probe_tokens=4
             )
@@ -189,7 +188,7 @@ class Round:
         try:
             worker, version = pool.make_worker(Admission(slots)), 0
             trace = worker.start_trace()
-            worker.start_round(take_turns=True, ahead=True, version=version)
+            worker.start_round(ahead=True, version=version)
             worker.submit(Request(name, (5,), i, Sampling(LIMIT)) for i, name in enumerate(drawn))
             while worker.busy:
                 if fixed:
@@ -276,7 +275,6 @@ rounds = st.builds(Round, st.integers(0, 999), st.integers(1, 7), st.integers(1,
 ADMISSIONS = {
     "fifo": Admission,
     "micro groups": lambda slots: Admission(slots, "rounds"),
-    "turns": lambda slots: Admission(slots, order="least_attained"),
     "shortest": lambda slots: Admission(slots, order="shortest_first"),
     "budget": lambda slots: Admission(slots, budget=CacheBudget(40, 1, 8)),
 }
@@ -398,8 +396,8 @@ def test_a_group_stays_together_and_moves_only_to_a_free_slot():
 def test_what_has_drawn_tokens_stays_with_its_engine():
     round = Round(0, 2, 4)
     round.lengths = {f"{p}/{i}": 24 if p else 1 for p in range(2) for i in range(4)}
-    turns = ADMISSIONS["turns"]
-    _, (_, _, spans, *_), worker = round.draw(round.simulated(2), FullRound(2), 1, turns)
+    budget = ADMISSIONS["budget"]
+    _, (_, _, spans, *_), worker = round.draw(round.simulated(2), FullRound(2), 2, budget)
     homes = {}
     for name, slot, *_ in spans:
         assert homes.setdefault(name, slot) == slot

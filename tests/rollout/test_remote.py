@@ -23,8 +23,7 @@ from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.calibration import CalibratedPredictor
-from lit_rlsched.scheduling.length_prediction import SiblingMax
+from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
@@ -156,7 +155,7 @@ def test_how_far_it_runs_ahead_changes_nothing(here, there, name, slots):
 def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     worker = there.engine.make_worker(Admission(18))
     trace = worker.start_trace()
-    worker.start_round(take_turns=True, ahead=True)
+    worker.start_round(ahead=True)
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     (event,) = worker.step()
     wait_for_a_step(there.engine.child.link)
@@ -167,11 +166,11 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
 
 @process_only
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["least_attained", "longest_first"])
+@pytest.mark.parametrize("order", ["fifo", "longest_first"])
 def test_pauses_and_predictions(here, there, order):
     figures = []
     for bench in (here, there):
-        lengths = CalibratedPredictor(SiblingMax())
+        lengths = CalibratedPredictor(PromptHistory())
         worker, *rest = bench.run(FullRound(PROMPTS), 4, order, lengths, on_group=pause)
         figures.append(rest)
     assert figures[0] == figures[1]
@@ -195,8 +194,7 @@ def test_more_groups_while_the_round_decodes(here, there):
 @pytest.fixture
 def impatient(there, monkeypatch):
     """What hangs is killed after seconds."""
-    for name in ("floor", "first"):
-        monkeypatch.setattr(there.engine._timeouts, name, 5.0)
+    monkeypatch.setattr(there.engine, "limit", lambda starts: 1800.0 if starts else 5.0)
 
 
 @pytest.mark.slow
@@ -291,11 +289,11 @@ def test_one_that_hangs_or_dies_while_it_starts_is_replaced(placement, tmp_path)
                     os.kill(os.getpid(), how)
             super().start(spec)
 
-    def limit(*kinds, size=0):  # once it is stopped: until then it may take its time
+    def limit(starts):  # once it is stopped: until then it may take its time
         return 1.0 if (tmp_path / "stopped").exists() and engine.restarts == 1 else 1e9
 
     engine = placement(Hanging())
-    engine._timeouts.limit = limit
+    engine.limit = limit
     with pytest.warns(UserWarning, match=r"did not answer for .*restart 2"):
         engine.start(SPEC)
     assert engine.restarts == 2 and engine.stats().running == 0
@@ -426,7 +424,7 @@ def test_a_step_that_nobody_asked_for_fails_nothing(tmp_path):
     worker = engine.make_worker(Admission(2))
     for _ in range(2):
         worker.start_trace()
-        worker.start_round(take_turns=True, ahead=True)
+        worker.start_round(ahead=True)
         worker.submit([Request("a", [5], 0, Sampling(400))])
         if not (tmp_path / "failed").exists():
             worker.step()

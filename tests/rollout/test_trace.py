@@ -79,8 +79,8 @@ def test_gradients_of_a_round_that_decoded_nothing():
 def test_every_figure_of_a_round_by_hand():
     trace = RolloutTrace(slots=3, dynamic=True)
     assert trace.slots == 0 and trace.tokens == trace.pauses == trace.total("preemptions") == 0
-    trace.take(Step(10.0, 11.0, 2, 20, 1, 12, 3, 0, 8, 3, admitted=["a", "b"], left={"a": 4}))
-    trace.take(Step(12.0, 14.0, 1, 15, 5, 0, 0, 2, 4, 0, 2, left={"b": 5}))
+    trace.take(Step(10.0, 11.0, 2, 20, 1, 12, 3, 0, admitted=["a", "b"], left={"a": 4}))
+    trace.take(Step(12.0, 14.0, 1, 15, 5, 0, 0, 2, left={"b": 5}))
     trace.take(Step(14.0, 14.5, 1, 30, 2, 7, 6, 1, admitted=["a"], left={"a": 2, "nobody": 9}))
     assert trace.steps == {
         "start": [0.0, 2.0, 4.0],
@@ -91,9 +91,6 @@ def test_every_figure_of_a_round_by_hand():
         "prefill_tokens": [12, 0, 7],
         "cached_tokens": [3, 0, 6],
         "preemptions": [0, 2, 1],
-        "proposed": [8, 4, 0],
-        "accepted": [3, 0, 0],
-        "drafter_failures": [0, 2, 0],
     }
     assert trace.spans == {
         "request": ["a", "b", "a"],
@@ -232,7 +229,7 @@ def test_the_two_parts_of_a_trace_are_the_whole(rollout, data):
         later.take_turn(turn)
     for figure in ("seconds", "decode_steps", "slot_steps", "busy_slot_steps", "tokens"):
         assert getattr(first, figure) + getattr(later, figure) == getattr(whole, figure), figure
-    for figures in (seconds_of, lambda t: Counter(t.row_steps), lambda t: Counter(t.drawn)):
+    for figures in (seconds_of, lambda t: Counter(t.drawn)):
         assert figures(first) + figures(later) == figures(whole)
     idle = [trace.bubble_ratio * trace.seconds for trace in (first, later, whole)]
     assert idle[0] + idle[1] == pytest.approx(idle[2])

@@ -1,8 +1,6 @@
 """How good predictions of lengths are, and what of that a checkpoint holds."""
 
 import io
-import re
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from told_lengths import CAP, LENGTHS, Told, asked, finish
 
-from lit_rlsched.scheduling.calibration import CalibratedPredictor, _ranks
-from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import (
+    CalibratedPredictor,
+    PromptHistory,
+    _ranks,
+)
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
 
@@ -93,13 +94,6 @@ def test_a_completion_that_was_restarted_is_not_measured():
     assert "length_prediction/mae" not in calibrated.end_round()
 
 
-def test_a_predictor_gets_the_function_that_decodes():
-    told = Told()
-    told.bind = lambda decode: setattr(told, "decode", decode)
-    CalibratedPredictor(told).bind(str)
-    assert told.decode is str
-
-
 def test_the_first_prediction_counts_and_only_once():
     calibrated = CalibratedPredictor(Told([10, 40], [70, 70]))
     samples = asked([20, 50], drawn=10)
@@ -111,18 +105,6 @@ def test_the_first_prediction_counts_and_only_once():
     assert "length_prediction/mae" not in calibrated.end_round()
 
 
-def test_the_last_prediction_counts_where_siblings_revise_it():
-    told = Told([99, 99], [10, 40])
-    told.revises = True
-    calibrated = CalibratedPredictor(told)
-    assert calibrated.revises and not CalibratedPredictor(Told()).revises
-    samples = asked([20, 50], drawn=10)
-    calibrated.expect(samples)
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, [20, 50]))
-    assert calibrated.end_round()["length_prediction/mae"] == 0.0
-
-
 def test_what_does_not_finish_in_a_round_is_not_measured_in_the_next():
     calibrated = CalibratedPredictor(Told([10]))
     samples = asked([20])
@@ -132,7 +114,6 @@ def test_what_does_not_finish_in_a_round_is_not_measured_in_the_next():
     assert "length_prediction/mae" not in calibrated.end_round()
 
 
-@pytest.mark.filterwarnings("ignore:.*is replaced by the history")
 def test_state_round_trip_is_exact():
     calibrated, other = (CalibratedPredictor(TokenConditioned(features=16)) for _ in range(2))
     for number in range(5):
@@ -140,7 +121,7 @@ def test_state_round_trip_is_exact():
         calibrated.expect(samples)
         calibrated.observe(finish(samples, LENGTHS))
         calibrated.end_round()
-    calibrated.invalid, calibrated.fallback = 3, True
+    calibrated.invalid = 3
     file = io.BytesIO()
     torch.save(calibrated.state_dict(), file)
     file.seek(0)
@@ -148,12 +129,10 @@ def test_state_round_trip_is_exact():
     for number in range(5, 8):
         results = []
         for c in (calibrated, other):
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                samples = asked(LENGTHS, number)
-                expected = c.expect(samples)
-                c.observe(finish(samples, LENGTHS))
-                results.append((expected, c.end_round(), [str(w.message) for w in seen]))
+            samples = asked(LENGTHS, number)
+            expected = c.expect(samples)
+            c.observe(finish(samples, LENGTHS))
+            results.append((expected, c.end_round()))
         assert results[0] == results[1]
     assert other.invalid == 3
 
@@ -184,12 +163,14 @@ def test_waits_for_tools_are_those_of_the_same_environment():
 
 
 def test_the_state_of_another_predictor_is_left_alone():
-    learned = CalibratedPredictor(SiblingMax())
+    learned = CalibratedPredictor(TokenConditioned())
     learned.observe(finish(asked([5]), [5]))
     learned.end_round()
     fresh = CalibratedPredictor(PromptHistory())
     before = str(fresh.state_dict())
-    with pytest.warns(UserWarning, match=r"of a `SiblingMax`.*PromptHistory.*starts untrained"):
+    with pytest.warns(
+        UserWarning, match=r"of a `TokenConditioned`.*PromptHistory.*starts untrained"
+    ):
         fresh.load_state_dict(learned.state_dict())
     assert str(fresh.state_dict()) == before
 
@@ -255,27 +236,3 @@ def test_what_a_checkpoint_can_hold_is_kept():
     told, state = Told(), {"a": [1, 2.0, "x", None, True, torch.ones(2)], 3: ({"b": 1},)}
     told.state_dict = lambda: state
     assert CalibratedPredictor(told).state_dict()["predictor"] is state
-
-
-def test_what_is_lost_of_the_average():
-    """Half of it after four rounds; a round counts by its completions."""
-    names = ("rank_correlation", "history_rank_correlation", "mae", "history_mae")
-
-    def average(calibrated, count, *figures):
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            calibrated._average(
-                count,
-                {f"length_prediction/{n}": v for n, v in zip(names, figures, strict=True)},
-            )
-        return [re.findall(r"-?[\d.]+\d", str(w.message)) for w in seen]
-
-    calibrated = CalibratedPredictor(Told())
-    assert average(calibrated, 255, 0.8, 0.9, 4.0, 4.0) == []
-    fade = 255 * 0.5**0.25
-    own, error = (fade * 0.8 + 300 * 0.1) / (fade + 300), (fade * 4 + 300 * 20) / (fade + 300)
-    history, other = (fade * 0.9 + 300 * 0.7) / (fade + 300), (fade * 4 + 300 * 2) / (fade + 300)
-    ((*said,),) = average(calibrated, 300, 0.1, 0.7, 20.0, 2.0)
-    expected = [f"{own:.3f}", f"{error:.3g}", f"{history:.3f}", f"{other:.3g}"]
-    assert said == expected and calibrated.fallback
-    assert calibrated.state_dict()["averages"][0] == pytest.approx(fade + 300)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.length_prediction import PromptHistory, SiblingMax
+from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
@@ -94,29 +94,9 @@ def test_a_prompt_keeps_its_ratio_when_the_policy_grows_longer():
     assert short == pytest.approx(20, rel=0.1) and long == pytest.approx(60, rel=0.1)
 
 
-def test_until_a_sibling_finishes_the_first_probes_and_the_rest_take_the_history():
-    predictor = SiblingMax()
-    predictor.observe(finished("other", 20, 20))
-    probe, *rest = predictor.predict(samples(group("a", [None], [None], [None])))
-    assert probe == CAP
-    assert rest == pytest.approx([20, 20])
-    assert SiblingMax.revises and not PromptHistory.revises and not TokenConditioned.revises
-
-
-def test_siblings_are_expected_to_reach_the_longest():
-    predictor = SiblingMax()
-    predictor.observe(finished("other", 80, 80))
-    g = group("a", [1] * 30, [1] * 12, [1] * 10 + [None], [None], [1] * 50 + [None])
-    first, second, longest = predictor.predict(samples(g)[2:])
-    assert (first, second) == (40, 50)  # the longest of all is still drawing
-    assert longest == pytest.approx(80 - 50)  # the history's residual life
-
-
 @given(st.data())
 def test_predictions_are_within_the_limit(data):
-    predictor = data.draw(
-        st.sampled_from([PromptHistory, SiblingMax, lambda: TokenConditioned(features=16)])
-    )()
+    predictor = data.draw(st.sampled_from([PromptHistory, lambda: TokenConditioned(features=16)]))()
     ids = st.lists(st.integers(0, 9), min_size=1, max_size=40)
     for number in range(3):
         groups = [
@@ -229,7 +209,7 @@ def test_a_nan_logprob_does_no_harm():
         predictor.observe(finished("a", 20, number=number))
 
 
-@pytest.mark.parametrize("make", [PromptHistory, SiblingMax, TokenConditioned])
+@pytest.mark.parametrize("make", [PromptHistory, TokenConditioned])
 def test_state_round_trip_is_exact(make):
     predictor, other = make(), make()
     learn(predictor, rounds=3)
@@ -277,7 +257,7 @@ def test_settings_of_the_regression_at_their_bounds():
 
 
 def test_at_least_one_token_is_expected_and_no_more_than_are_left():
-    for predictor in (PromptHistory(), SiblingMax(), TokenConditioned(features=4)):
+    for predictor in (PromptHistory(), TokenConditioned(features=4)):
         assert predictor.predict(started("a", CAP - 1) + started("a", CAP)) == [1, 1]
     history = PromptHistory()
     history.observe(finished("a", 1, 1, 1))

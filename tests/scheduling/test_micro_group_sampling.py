@@ -25,8 +25,7 @@ def test_the_default_order_needs_a_prediction():
     assert SlotSettings().resolved_order(predicted=True, early=True) == "shortest_first"
     assert SlotSettings(order="longest_first").resolved_order(True, early=True) == "longest_first"
     assert SlotSettings(order="planned").resolved_order(predicted=True) == "planned"
-    for order in ("fifo", "least_attained"):
-        assert SlotSettings(order=order).resolved_order(predicted=False) == order
+    assert SlotSettings(order="fifo").resolved_order(predicted=False) == "fifo"
     with pytest.raises(UsageError, match="LengthPrediction"):
         SlotSettings(order="planned").resolved_order(predicted=False)
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 
 modes = st.sampled_from(["on_policy", "partial"])
-orders = st.sampled_from(["fifo", "least_attained"])
 targets = st.sampled_from([0.0, 0.03, 0.05, 0.2, 0.5])
 
 
@@ -19,41 +18,41 @@ def pools(draw):
     return lengths, draw(st.integers(1, len(lengths))), draw(st.sampled_from([12, 17, 25, 40]))
 
 
-@given(pools(), modes, orders, st.integers(1, 14))
-@example(([[2], [1], [1], [3]], 1, 12), "on_policy", "fifo", 2)  # a tie
-def test_of_a_flat_list_each_completion_is_a_group(pool, mode, order, slots):
+@given(pools(), modes, st.integers(1, 14))
+@example(([[2], [1], [1], [3]], 1, 12), "on_policy", 2)  # a tie
+def test_of_a_flat_list_each_completion_is_a_group(pool, mode, slots):
     groups, update, limit = pool
     flat = [length for group in groups for length in group]
-    ratio = pool_bubble_ratio(flat, update, slots, mode, order, limit)
-    assert ratio == pool_bubble_ratio([[n] for n in flat], update, slots, mode, order, limit)
+    ratio = pool_bubble_ratio(flat, update, slots, mode, limit)
+    assert ratio == pool_bubble_ratio([[n] for n in flat], update, slots, mode, limit)
 
 
-@given(pools(), modes, orders, targets)
-def test_recommended_slots_idle_no_more_than_that(pool, mode, order, target):
+@given(pools(), modes, targets)
+def test_recommended_slots_idle_no_more_than_that(pool, mode, target):
     lengths, update, limit = pool
-    slots = recommend_slots(lengths, update, target, mode, order, limit)
+    slots = recommend_slots(lengths, update, target, mode, limit)
 
     def ratio(slots):
-        return pool_bubble_ratio(lengths, update, slots, mode, order, limit)
+        return pool_bubble_ratio(lengths, update, slots, mode, limit)
 
     assert ratio(slots) <= target
     assert slots == sum(map(len, lengths)) or ratio(slots + 1) > target
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), targets, st.integers(1, 10), orders)
-@example([1] * 19 + [19], 0.5, 1, "fifo")  # the longest last: 18 of 2 * 28 idle
-def test_slots_that_are_sure_in_any_order(lengths, target, update, order):
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), targets, st.integers(1, 10))
+@example([1] * 19 + [19], 0.5, 1)  # the longest last: 18 of 2 * 28 idle
+def test_slots_that_are_sure_in_any_order(lengths, target, update):
     sure = int(1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12))
     slots = min(len(lengths), sure)
-    assert pool_bubble_ratio(lengths, update, slots, "partial", order, 200) <= target
+    assert pool_bubble_ratio(lengths, update, slots, "partial", 200) <= target
 
 
-@given(st.permutations(range(1, 25)), targets, st.sampled_from([4, 6, 8, 12]), orders)
-def test_slots_that_are_sure_on_policy(lengths, target, update, order):
+@given(st.permutations(range(1, 25)), targets, st.sampled_from([4, 6, 8, 12]))
+def test_slots_that_are_sure_on_policy(lengths, target, update):
     # whole updates: none idles but the last, as long as there are no more slots than that
     sure = int(1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12))
     slots = min(sure, update)
-    assert pool_bubble_ratio(lengths, update, slots, "on_policy", order, 24) <= target
+    assert pool_bubble_ratio(lengths, update, slots, "on_policy", 24) <= target
 
 
 def test_bubble_ratio_by_hand():
@@ -64,19 +63,6 @@ def test_bubble_ratio_by_hand():
     assert pool_bubble_ratio([3, 1, 4, 2], 4, 2, "on_policy") == 0  # one round
     assert pool_bubble_ratio([3, 1, 4, 2], 4, 8, "on_policy") == 22 / 32  # slots without any
     assert pool_bubble_ratio([1] * 19, 19, 10, "partial") == 0.05
-
-
-def test_bubble_ratio_of_turns_by_hand():
-    def idle(update, mode, limit=16):
-        return pool_bubble_ratio([4, 4, 8], update, 2, mode, "least_attained", limit)
-
-    assert pool_bubble_ratio([4, 4, 8], 3, 2, "partial") == 8 / 24
-    # turns of 2: 8 begins in step 2 beside the first 4, which ends in 4; the other goes on to 6
-    assert idle(3, "partial") == idle(3, "on_policy") == 4 / 20
-    assert idle(3, "partial", limit=64) == 8 / 24  # a turn of 8 is as long as they are
-    # a first update of one: 8 has begun and goes on; or takes no turn, as it may be thrown away
-    assert idle(1, "partial") == 4 / 20
-    assert idle(1, "on_policy") == 8 / 24
 
 
 def test_recommended_slots_by_hand():

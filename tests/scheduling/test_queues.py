@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, PlannedQueue, waiting_queue
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, PlannedQueue, WaitingQueue
 from lit_rlsched.types import Request, Sampling
 
 
@@ -14,7 +14,7 @@ def request(name, expected=None, prefix=0, limit=20, prompt=1):
 
 
 def filled(order, requests):
-    queue = waiting_queue(order)
+    queue = PlannedQueue() if order == "planned" else WaitingQueue(order)
     for one in requests:
         queue.push(one)
     return queue
@@ -31,7 +31,7 @@ def names(queue, slot=0):
 
 ALL = [request("a", 5.0, 3), request("b", None, 1), request("c", 9.0), request("d", 5.0, 1)]
 ORDERS = {"fifo": "abcd", "shortest_first": "badc", "longest_first": "cadb"}
-ORDERS |= {"least_attained": "cbda", "planned": "cadb"}
+ORDERS |= {"planned": "cadb"}
 
 
 @pytest.mark.parametrize(("order", "expected"), ORDERS.items())
@@ -43,15 +43,6 @@ def test_each_order(order, expected):
     assert names(queue) == expected
     with pytest.raises(IndexError):
         queue.peek(0)
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"), [("shortest_first", "bcda"), ("longest_first", "adbc"), ("fifo", "abcd")]
-)
-def test_new_estimates_move_what_waits_and_keep_who_came_first(order, expected):
-    queue = filled(order, ALL)
-    queue.rekey({"c": 0.0, "a": 8.0, "nobody": 1.0})
-    assert len(queue) == 4 and names(queue) == expected
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -66,12 +57,12 @@ def test_what_is_discarded_is_gone_and_may_come_again(order):
     assert len(queue) == 0
 
 
-LATER = st.sampled_from(["push", "push later", "pop", "rekey", "discard", "clear"])
+LATER = st.sampled_from(["push", "push later", "pop", "discard", "clear"])
 
 
 @given(st.sampled_from([*ORDERS]), st.lists(LATER, max_size=40), st.randoms())
 def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, random):
-    queue, waiting = waiting_queue(order), {}
+    queue, waiting = (PlannedQueue() if order == "planned" else WaitingQueue(order)), {}
     for number, action in enumerate(actions):
         if action.startswith("push"):
             one = request(number, random.choice([None, 1.0, 2.0]), random.randrange(3))
@@ -84,8 +75,6 @@ def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, rand
             popped = queue.pop(0).id
             assert popped in (others or waiting)
             del waiting[popped]
-        elif action == "rekey":
-            queue.rekey(dict.fromkeys(waiting, random.choice([1.0, 3.0])))
         elif action == "discard" and waiting:
             gone = random.choice([*waiting])
             queue.discard([gone, "nobody"])
@@ -94,7 +83,6 @@ def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, rand
             queue.clear()
             waiting.clear()
         assert len(queue) == len(waiting)
-        assert queue.later == sum(one.later for one in waiting.values())
 
 
 def planned(expected, slots):
@@ -113,25 +101,6 @@ def test_a_slot_keeps_to_its_share_and_steals_the_shortest_then():
 def test_a_slot_that_was_not_planned_for_steals():
     queue = planned([4, 3, 2, 1], 2)
     assert queue.pop(7).id == "3" and queue.pop(2).id == "2"
-
-
-@pytest.mark.parametrize(("changed", "replanned"), [(1, False), (2, True), (3, True)])
-def test_a_plan_is_made_anew_once_an_eighth_has_changed(changed, replanned):
-    queue = planned([float(n) for n in range(20, 4, -1)], 1)
-    queue.rekey({str(i): 100.0 + i for i in range(15, 15 - changed, -1)})
-    queue.plan([0.0])
-    assert queue.peek(0).id == ("15" if replanned else "0")
-    queue.rekey({"nobody": 1.0, "else": 2.0})
-    queue.plan([0.0])
-    assert queue.peek(0).id == ("15" if replanned else "0")
-
-
-def test_changes_add_up():
-    queue = planned([float(n) for n in range(20, 4, -1)], 1)
-    queue.rekey({"15": 100.0})
-    queue.rekey({"14": 90.0})
-    queue.plan([0.0])
-    assert queue.peek(0).id == "15", "two of 16"
 
 
 def test_in_a_plan_a_request_without_a_prediction_has_length_0():
@@ -210,40 +179,6 @@ def test_what_paused_goes_on_first_and_the_last_to_pause_before_others():
     assert admitted(admission) == [("0", 4), ("1", 4), ("2", 4)]
     admission.push([request(0, prefix=4), request(2, prefix=4), request("p", limit=3)])
     assert [r for r, _ in admitted(admission, {"1": 4}, 4)] == ["2"]
-
-
-def test_a_turn_is_an_eighth_of_the_longest():
-    for limit, turn in ((64, 8), (65, 9), (7, 1)):
-        admission = Admission(1, order="least_attained")
-        admission.push([request("a", limit=limit), request("b", limit=limit)])
-        assert admitted(admission) == [("a", turn)]
-        admission.push([request("a", prefix=turn, limit=limit)])
-        assert admitted(admission) == [("b", turn)]
-        assert admitted(admission) == [("a", None)], "nobody else waits"
-    admission = Admission(1, order="least_attained")
-    admission.push([request("a", prefix=8, limit=64), request("b", prefix=56, limit=64)])
-    assert admitted(admission) == [("a", 16)]
-    admission.push([request("c", prefix=60, limit=64)])
-    assert admitted(admission) == [("b", None)], "its last turn"
-
-
-def test_nobody_takes_turns_where_there_are_slots_for_all():
-    admission = Admission(3, order="least_attained")
-    admission.push([request(name) for name in "abc"])
-    assert admitted(admission) == [("a", None), ("b", None), ("c", None)]
-    admission.push([request(name) for name in "de"])
-    assert admitted(admission, {"b": 1, "c": 1}) == [("d", 3)]
-
-
-@pytest.mark.parametrize(
-    ("waiting", "turn"), [("aa", 3), ("al", None), ("aal", 3), ("ll", 3), ("l", None)]
-)
-def test_nobody_makes_way_for_who_is_later(waiting, turn):
-    """But these take turns with each other."""
-    admission = Admission(1, order="least_attained")
-    requests = [replace(request(i), later=kind == "l") for i, kind in enumerate(waiting)]
-    admission.push(requests)
-    assert admitted(admission) == [("0", turn)]
 
 
 def test_rounds_have_no_leases():

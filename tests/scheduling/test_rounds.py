@@ -50,17 +50,6 @@ def test_prompts_trained_on_in_part_make_room_for_others():
     assert len(rule.plan(pool)) == 6
 
 
-@pytest.mark.parametrize(
-    ("unit", "groups", "completions", "discards"),
-    [("group", 3, 6, True), ("group", 2, 4, False), ("completion", 3, 4, False)],
-)
-def test_what_the_end_of_a_round_throws_away(unit, groups, completions, discards):
-    state = RoundState([A] * groups, completions)
-    assert SortedRound(2, 8, 2, unit).discards(state) == discards
-    assert not SortedRound(2, 8, 2, unit, "partial").discards(state)
-    assert not FullRound(2).discards(state)
-
-
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_a_group_rule_waits_for_groups(mode):
     rule = SortedRound(2, 8, 3, "group", mode)
@@ -170,8 +159,6 @@ def test_only_one_mode_keeps_drafts():
     rules = {mode: SortedRound(2, 8, 3, mode=mode) for mode in get_args(Mode)}
     assert [mode for mode, rule in rules.items() if rule.keeps_drafts] == ["verified"]
     assert [mode for mode, rule in rules.items() if rule.off_policy] == ["partial"]
-    state = RoundState([A] * 3, 9)
-    assert [mode for mode, rule in rules.items() if rule.discards(state)] == ["on_policy"]
 
 
 def test_a_full_round_keeps_nothing():

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from tail_groups import fresh, group, lost, names, ready, state_of
 
 from lit_rlsched.scheduling.racing import PATIENCE
-from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
 from lit_rlsched.settings import UsageError
 
@@ -81,10 +80,8 @@ def test_a_cycle_ends_with_a_long_round():
     assert not rule.ends_cycle(fresh(3), lost(1))
 
 
-def test_only_a_race_throws_something_away():
+def test_a_race_is_on_policy_and_waits_for_scores():
     rule = TailRound(4, 2)
-    assert rule.discards(RoundState(fresh(5), 10))
-    assert not rule.discards(RoundState(fresh(4), 8))
     assert rule.max_staleness == 0 and not rule.off_policy
     assert rule.patience == PATIENCE > 0
 

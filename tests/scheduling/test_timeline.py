@@ -1,6 +1,5 @@
-"""The timeline: every moment of every lane has one meaning, and totals follow from it."""
+"""The timeline: every moment of every lane has one meaning."""
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,7 +9,6 @@ from lit_rlsched.scheduling.timeline import (
     ENGINES,
     OTHER,
     REWARDS,
-    SPECULATE,
     TRAINER,
     WEIGHTS,
     Interval,
@@ -81,17 +79,6 @@ def test_a_synchronous_round_by_hand():
         (DECODE, 5, 9, None),
         ("wait", 9, 11, REWARDS),
     ]
-    assert lap.totals() == {
-        "seconds": 11,
-        "saved": 0,
-        "trainer_busy": 5,
-        "trainer_waits_for_engines": 4,
-        "trainer_waits_for_rewards": 2,
-        "engines_busy": 5,
-        "engines_wait_for_trainer": 4,
-        "engines_wait_for_engines": 0,
-        "engines_wait_for_rewards": 2,
-    }
 
 
 def test_a_round_drawn_ahead_by_hand():
@@ -119,7 +106,6 @@ def test_a_round_drawn_ahead_by_hand():
         ("wait", 6, 7, TRAINER),
         (DECODE, 7, 9, None),
     ]
-    assert lap.saved == (4 - 1) + (8 - 7)
 
 
 def test_an_engine_that_has_ended_waits_for_the_others():
@@ -133,11 +119,8 @@ def test_an_engine_that_has_ended_waits_for_the_others():
         ("wait", 4, 10, ENGINES),
         ("wait", 10, 12, TRAINER),
     ]
-    totals = lap.totals()
-    assert totals["engines_busy"] == 7
-    assert totals["engines_wait_for_engines"] == 3
-    assert totals["trainer_waits_for_engines"] == 10
-    assert totals["trainer_busy"] == 2
+    assert shown(lap, "engine 1") == [(DECODE, 0, 10, None), ("wait", 10, 12, TRAINER)]
+    assert shown(lap, TRAINER) == [("rollout", 0, 10, ENGINES), (OTHER, 10, 12, None)]
 
 
 def test_an_engine_that_waits_for_rewards_beside_an_update():
@@ -147,39 +130,28 @@ def test_an_engine_that_waits_for_rewards_beside_an_update():
         traces=[trace_of([(0, 0, 2)])],
     )
     assert shown(lap, "engine 0") == [(DECODE, 0, 2, None), ("rewards", 2, 5, REWARDS)]
-    assert lap.saved == 2
 
 
-def test_steps_with_draft_tokens_are_decoding_of_their_own_kind():
-    """Steps at most 10 ms apart are one interval, whatever is between them."""
-    trace = RolloutTrace(slots=1)
-    steps = [(0, 1, 0), (1, 2, 3), (2, 2.005, 0), (2.005, 3, 1), (3, 4, 0), (4, 5, 2)]
-    for i, (start, end, proposed) in enumerate(steps):
-        admitted = ["a"] if i == 0 else []
-        trace.take(Step(start, end, 1, 1, proposed=proposed, admitted=admitted))
-    lap = lap_of([(TRAINER, "rollout", 0, 5, ENGINES), (TRAINER, "update", 0.5, 2.5)], 5, [trace])
-    assert shown(lap, "engine 0") == [
-        (DECODE, 0, 1, None),
-        (SPECULATE, 1, 3, None),
-        (DECODE, 3, 4, None),
-        (SPECULATE, 4, 5, None),
+def test_steps_at_most_ten_ms_apart_are_one_interval():
+    trace = trace_of([(0, 0, 1), (0, 1.01, 2), (0, 2.02, 3)])
+    lap = lap_of([(TRAINER, "update", 0, 3)], 3, [trace])
+    assert [i for i in shown(lap, "engine 0") if i[0] == DECODE] == [
+        (DECODE, 0, 2, None),
+        (DECODE, 2.02, 3, None),
     ]
-    assert lap.saved == 2
 
 
-def test_gradients_during_a_rollout_are_saved_time():
+def test_gradients_during_a_rollout_are_work():
     trace = trace_of([(0, 2, 8)])
     trace.worked(3, 5)
     lap = lap_of([(TRAINER, "rollout", 2, 8, ENGINES)], until=8, traces=[trace])
     assert ("gradients", 3, 5, None) in shown(lap, TRAINER)
-    assert lap.saved == 2
 
 
-def test_nobody_saves_time_while_weights_are_copied():
+def test_both_work_while_weights_are_copied():
     both = [(TRAINER, WEIGHTS, 0, 3), (ENGINES, WEIGHTS, 0, 3)]
     lap = lap_of(both, until=3, traces=[trace_of([])])
-    assert lap.saved == 0
-    assert lap.totals()["trainer_busy"] == lap.totals()["engines_busy"] == 3
+    assert shown(lap, TRAINER) == shown(lap, "engine 0") == [(WEIGHTS, 0, 3, None)]
 
 
 def test_an_interval_across_the_end_of_a_lap_is_in_both():
@@ -195,8 +167,8 @@ def test_an_interval_across_the_end_of_a_lap_is_in_both():
     second = timeline.lap()
     assert shown(first, TRAINER) == [(OTHER, 0, 3, None), ("update", 3, 4, None)]
     assert shown(second, TRAINER) == [("update", 4, 6, None), (OTHER, 6, 7, None)]
-    assert (first.saved, second.saved) == (1, 1)
-    assert (first.totals()["seconds"], second.totals()["seconds"]) == (4, 3)
+    assert shown(first, "engine 0") == [("wait", 0, 3, TRAINER), (DECODE, 3, 4, None)]
+    assert shown(second, "engine 0") == [(DECODE, 4, 5, None), ("wait", 5, 7, TRAINER)]
     clock.time = 8.0
     timeline.mark()
     assert shown(timeline.lap(), TRAINER) == [(OTHER, 7, 8, None)]
@@ -267,10 +239,6 @@ def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
             assert interval.start == at < interval.end
             at = interval.end
         assert at == until
-    totals = lap.totals()
-    for who in ("trainer", "engines"):
-        parts = [v for k, v in totals.items() if k.startswith(who)]
-        assert sum(parts) == pytest.approx(until)
     both = [
         (a, b)
         for a, b in zip([x / 2 for x in range(60)], [x / 2 for x in range(1, 61)], strict=True)

@@ -18,7 +18,6 @@ SIZES = {"prompts_per_round": 4, "num_generations": 4, "max_completion_length": 
     [
         [],
         [(MicroGroupSampling, {"slots": 3})],
-        [(MicroGroupSampling, {"slots": 5, "order": "least_attained"})],
         [(MicroGroupSampling, {"slots": 6, "refill": "rounds"})],
     ],
 )

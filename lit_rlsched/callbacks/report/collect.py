@@ -74,6 +74,8 @@ def run_data(
     about = about_of(traces)
     metrics, validations = _metrics(folder, rounds, record)
     groups, lengths = _completions(traces)
+    names = {name for row in validations for name in row}
+    exact = [n for n in sorted(names) if n == "val/greedy_accuracy" or n.startswith("val/mean@")]
     lines = timelines(traces, rounds, share)
     texts, notes = _texts(folder / "completions.jsonl", share)
     schedules: list[list[Any]] = []
@@ -88,7 +90,8 @@ def run_data(
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
     notes += _missing(traces, rounds, lines)
-    rewards = sorted({n for row in metrics for n in row if _is_reward(n)})
+    means = {name for row in metrics for name in row if name.endswith("/mean")}
+    rewards = sorted(name for name in means if name.startswith("rewards/"))
     return {
         "name": full_name_of(folder),
         "folder": str(folder),
@@ -97,7 +100,7 @@ def run_data(
         "compared": {name: about.get(name) for name in COMPARED},
         "curves": _columns(metrics, ("round", "seconds", *CURVES)),
         "rewards": _columns(metrics, ("round", "seconds", *rewards)),
-        "validations": _columns(validations, _accuracies(validations)),
+        "validations": _columns(validations, ("round", "seconds", *(exact or ["val/accuracy"]))),
         "rollouts": _columns(metrics, ("round", "seconds", *OF_ROUND)),
         "lanes": _seconds_by_lane(traces),
         "lengths": lengths,
@@ -154,10 +157,6 @@ def _missing(
     return said
 
 
-def _is_reward(name: str) -> bool:
-    return name.startswith("rewards/") and name.endswith("/mean")
-
-
 def _metrics(
     folder: Path, rounds: Sequence[Mapping[str, Any]], record: RunRecord | None
 ) -> tuple[list[Json], list[Json]]:
@@ -192,12 +191,6 @@ def _metrics(
     return found, [row for _, row in sorted(validations.items()) if row["round"] in (0, *of)]
 
 
-def _accuracies(validations: Sequence[Json]) -> list[str]:
-    names = {name for row in validations for name in row}
-    exact = [n for n in sorted(names) if n == "val/greedy_accuracy" or n.startswith("val/mean@")]
-    return ["round", "seconds", *(exact or ["val/accuracy"])]
-
-
 def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Json:
     """Return columns of numbers, without those that have none."""
     columns = {name: [rounded(row.get(name)) for row in rows] for name in names}
@@ -212,7 +205,9 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
     counts: dict[int, Counter[str]] = {}
     rows = []
     every: dict[str, list[int]] = {"ended": [], "with an advantage": []}
-    best, worst = _extremes(traces)
+    known = traces.table("completions")["reward"].to_numpy(zero_copy_only=False).astype(float)
+    known = known[np.isfinite(known)]
+    best, worst = (known.max(), known.min()) if len(known) else (math.nan, math.nan)
     for number, part in parts.items():
         ended: dict[str, list[Json]] = defaultdict(list)
         drawn, trained = [], []
@@ -235,12 +230,6 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
     numbers = sorted(counts)
     groups = {"round": numbers, **{k: [counts[n][k] for n in numbers] for k in KINDS}}
     return groups, _lengths(rows, every)
-
-
-def _extremes(traces: Traces) -> tuple[float, float]:
-    rewards = traces.table("completions")["reward"].to_numpy(zero_copy_only=False).astype(float)
-    rewards = rewards[np.isfinite(rewards)]
-    return (rewards.max(), rewards.min()) if len(rewards) else (math.nan, math.nan)
 
 
 def _kind(group: Sequence[Json], best: float, worst: float) -> str:

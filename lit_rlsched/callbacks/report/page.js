@@ -190,7 +190,7 @@ function bars(parent, title, about, unit, of, looks = {}) {
 
 const END_SHAPES = ["", ".", "+", "/", "x", "\\"];
 const END_MARKS = ["▮", "▒", "✚", "▨", "▩", "▧"];
-const LANES = { decode: [0, ""], speculate: [5, "."], update: [2, ""], gradients: [2, "/"], advantages: [7, ""], weights: [4, ""],
+const LANES = { decode: [0, ""], update: [2, ""], gradients: [2, "/"], advantages: [7, ""], weights: [4, ""],
   verify: [7, "x"], validation: [6, "x"], other: [6, ""], "waits for engines": [1, "/"], "waits for trainer": [3, "\\"], "waits for rewards": [5, "|"] };
 
 function timeline(parent) {

@@ -1,6 +1,8 @@
-"""Write the policy of a checkpoint as a Hugging Face folder."""
+"""Write the policy of a checkpoint as a Hugging Face folder, with a model card."""
 
+import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -8,21 +10,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 
-from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
-from lit_rlsched.run.saving.model_card import model_card
-from lit_rlsched.run.saving.origin import check_base
-from lit_rlsched.run.saving.resuming import check_same_weights
-from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.run.saving.sharded_checkpoints import is_sharded_checkpoint
+from lit_rlsched.engines._vllm_args import LORA_RANKS
+from lit_rlsched.run.record import measured
+from lit_rlsched.run.run_config import versions
+from lit_rlsched.run.saving.checkpoints import (
+    CheckpointError,
+    is_sharded_checkpoint,
+    read_checkpoint,
+)
+from lit_rlsched.run.saving.resuming import check_base, check_same_weights
+from lit_rlsched.run.saving.run_folder import folder_with, newest_checkpoint, run_state
 from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.training.lora import (
     adapter_config,
-    add_lora,
     base_model,
     read_config,
     with_adapter,
@@ -39,8 +44,7 @@ DTYPES = {
     "fp16": torch.float16,
 }
 Dtype = Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
-_Lora = tuple[Mapping[str, Any], Mapping[str, Any] | None]
-"""Settings of the module, and the adapter's config, which earlier versions did not write."""
+_FIX = "Name the base model of the run with `model`."
 _SUFFIX = ".export-tmp"
 
 
@@ -99,30 +103,30 @@ def export_state(
     model: str | None = None,
 ) -> Path:
     """Export a loaded checkpoint; replaces the folder `out`. See `export`."""
-    settings = dict(checkpoint.get("hyper_parameters", {}))
+    settings, about = checkpoint.get("hyper_parameters", {}), checkpoint.get("policy", {})
     weights = {
         name.removeprefix("model."): tensor
         for name, tensor in checkpoint["state_dict"].items()
         if name.startswith("model.")
     }
-    if not isinstance(settings.get("model"), str) or "lora_rank" not in settings or not weights:
+    if not isinstance(settings.get("model"), str) or not about or not weights:
         raise CheckpointError(
             f"`{source}` is not a checkpoint of `GRPOModule` or `RLOOModule`: its hyperparameters "
             "name no base model. Use a checkpoint of one of these modules; for a module of your "
             "own, call `save_pretrained` of the model in it."
         )
-    if adapter and not settings["lora_rank"]:
+    lora = about["adapter"]
+    if adapter and lora is None:
         raise UsageError(
             f"`adapter=True`: the run of `{source}` trained all weights (`lora_rank=0`), so there "
             "are no adapters. Leave `adapter` out."
         )
-    lora = checkpoint.get("policy", {}).get("adapter")
     named = model or settings["model"]
     base = named if model or lora is None else lora["base_model_name_or_path"]
     if (given := adapter_config(base)) is not None:
         base = str(given.base_model_name_or_path)
     sampling = checkpoint.get("datamodule_hyper_parameters", {})
-    trained = _trained_dtype(checkpoint, weights)
+    trained = getattr(torch, about["dtype"].removeprefix("torch."))
     used = DTYPES.get(dtype, main_dtype(weights.values()) if adapter else trained)
     with torch.device("meta"):
         shell = load_policy(base, dtype=used)  # has config and names, but no weights
@@ -132,12 +136,16 @@ def export_state(
     with written_at_once(out) as folder:
         tokenizer.save_pretrained(folder)
         if adapter:
-            _write_adapter(shell, base, (settings, lora), weights, used, folder)
+            with torch.device("meta"):
+                policy: Any = _with_lora(shell, lora, weights)
+            policy.peft_config["default"].base_model_name_or_path = base
+            cast = {name: _cast(tensor, used) for name, tensor in weights.items()}
+            policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)
         else:
-            if settings["lora_rank"]:
+            if lora is not None:
                 plain = load_policy(base, dtype=trained)
-                check_base(checkpoint.get("policy", {}).get("origin", {}), plain, base)
-                weights = _merged(plain, (settings, lora), weights)
+                check_base(about["origin"], plain, base)
+                weights = _merged(plain, lora, weights)
             write_model(shell, weights, used, folder)
         served = trained if adapter else used
         card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
@@ -182,13 +190,9 @@ def find_checkpoint(ckpt_path: str) -> Path:
     return newest
 
 
-def _trained_dtype(checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor]) -> torch.dtype:
-    """Dtype of the policy in training; earlier versions did not write that of a LoRA base."""
-    name = checkpoint.get("policy", {}).get("dtype", "").removeprefix("torch.")
-    return DTYPES[name] if name in DTYPES else main_dtype(weights.values())
-
-
-def _merged(base: nn.Module, lora: _Lora, adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _merged(
+    base: nn.Module, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return weights and buffers of the base with the adapters added."""
     policy = _with_lora(base, lora, adapters)
     policy.load_state_dict(adapters, strict=False)  # the base has its weights
@@ -198,21 +202,11 @@ def _merged(base: nn.Module, lora: _Lora, adapters: Mapping[str, Tensor]) -> dic
     return saved | dict(named_weights(policy))
 
 
-def _with_lora(model: Any, lora: _Lora, adapters: Mapping[str, Tensor]) -> nn.Module:
-    settings, config = lora
-    if config is None:
-        policy = add_lora(
-            model, *(settings[f"lora_{name}"] for name in ("rank", "alpha", "target_modules"))
-        )
-    else:
-        policy = with_adapter(model, read_config(config))
+def _with_lora(model: Any, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]) -> nn.Module:
+    policy = with_adapter(model, read_config(lora))
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    _check_names(trained, adapters)
+    check_same_weights(trained, adapters, _FIX)
     return policy
-
-
-def _check_names(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    check_same_weights(ours, theirs, "Name the base model of the run with `model`.")
 
 
 def write_model(
@@ -222,25 +216,10 @@ def write_model(
     named = {*dict(shell.named_parameters()), *dict(shell.named_buffers())}  # tied weights once
     shapes = {name: tensor for name, tensor in shell.state_dict().items() if name in named}
     weights = {name: tensor for name, tensor in weights.items() if name in named}
-    _check_names(shapes, weights)
+    check_same_weights(shapes, weights, _FIX)
     kept = kept_in_float32(shell, dtype)
     cast = {name: _cast(t, torch.float32 if name in kept else dtype) for name, t in weights.items()}
     shell.save_pretrained(folder, state_dict=cast)
-
-
-def _write_adapter(
-    shell: nn.Module,
-    base: str,
-    lora: _Lora,
-    adapters: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    folder: Path,
-) -> None:
-    with torch.device("meta"):
-        policy: Any = _with_lora(shell, lora, adapters)
-    policy.peft_config["default"].base_model_name_or_path = base
-    cast = {name: _cast(tensor, dtype) for name, tensor in adapters.items()}
-    policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -298,3 +277,83 @@ def _upload(folder: Path, name: str) -> None:
             f"`push_to_hub={name}` failed, but `{folder}` is complete. Upload it with "
             f"`hf upload {name} {folder}`. ({type(error).__name__}: {error})"
         ) from error
+
+
+TEMPLATE = Path(__file__).with_name("model_card.md")
+
+
+def model_card(
+    checkpoint: Mapping[str, Any],
+    base: str,
+    source: Path,
+    adapter: bool,
+    dtype: torch.dtype,
+    served: torch.dtype,
+    name: str,
+) -> ModelCard:
+    """Return the card: how to use the model, and how it was trained."""
+    settings, folder = checkpoint["hyper_parameters"], folder_with(source)
+    sampling, state = checkpoint.get("datamodule_hyper_parameters", {}), run_state(checkpoint)
+    module, rank = checkpoint["policy"]["module"], settings["lora_rank"]
+    method = module.removesuffix("Module")
+    counters = state.get("counters", {})
+    drawn = ("num_generations", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+    both = {"module": settings, "data module": sampling}
+    card_data = ModelCardData(
+        base_model=None if Path(base).exists() else base,  # the Hub refuses a folder's name
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["lit_rlsched", "reinforcement-learning", method.lower()],
+    )
+    return ModelCard.from_template(
+        card_data,
+        template_path=str(TEMPLATE),
+        title=name.rpartition("/")[2],
+        name=name,
+        base=base,
+        method=method,
+        adapter=adapter,
+        dtype=" --dtype float32" if served == torch.float32 else "",
+        rank=min((allowed for allowed in LORA_RANKS if allowed >= rank), default=rank),
+        facts={
+            "module": f"`{module}`, `loss_type={settings['loss_type']}`",
+            "trained weights": f"LoRA adapters of rank {rank}" if rank else "all",
+            "these weights": f"{'adapters' if adapter else 'whole model'} in {str(dtype)[6:]}",
+            "data": state.get("train_data"),
+            "reward functions": ", ".join(state.get("reward_funcs", ())),
+            "rounds": state.get("num_rounds"),
+            "optimizer steps": checkpoint["global_step"],
+            "completions": counters.get("num_completions"),
+            "tokens": counters.get("num_tokens"),
+            "sampling": ", ".join(f"`{n}={sampling[n]}`" for n in drawn if n in sampling),
+            "lit_rlsched in training": state.get("version"),
+        },
+        metrics=[*_metrics(state.get("record", {}))],
+        command=_command(folder),
+        config=_text(folder, "config.yaml") or json.dumps(both, indent=1, default=str),
+        versions=versions(),
+    )
+
+
+def _metrics(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield reward and held-out metrics: at first and in the model, with their optimizer steps."""
+    rows = [*record.get("rounds", ()), *record.get("validations", ())]
+    for name in sorted({n for row in rows for n in row if n == "reward" or n.startswith("val/")}):
+        if seen := measured(rows, name):
+            first, last = (f"{value:.4g} (step {at:.0f})" for at, value in (seen[0], seen[-1]))
+            yield name, first, last
+
+
+def _command(folder: Path | None) -> str:
+    """Return the command of the run without the folder of the program."""
+    try:
+        program, *arguments = shlex.split(json.loads(_text(folder, "run.json"))["command"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return shlex.join([Path(program).name, *arguments])
+
+
+def _text(folder: Path | None, name: str) -> str:
+    with suppress(OSError):
+        return (folder / name).read_text(encoding="utf-8").strip() if folder is not None else ""
+    return ""

@@ -1,21 +1,27 @@
-"""Checks of a checkpoint's contents against the run that resumes from it.
+"""Checks of a checkpoint against the run that resumes from it, and of a base under its adapters.
 
 Each check raises a `CheckpointError` or `ValueError` that names both values and a fix.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lit_rlsched import __version__
 from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import fingerprint
+from lit_rlsched.training.precision import main_dtype
+from lit_rlsched.types import Completion, Group, stable_hash
 
-FORMAT = 1
-"""Format of the data module's state. Format 0, before formats had numbers, can be read too."""
+FORMAT = 2
+"""Format of the data module's state."""
 
 SAME_ON_RESUME = (
     "seed",
@@ -83,13 +89,11 @@ def check_has_state(ckpt_path: Any, datamodule: object) -> None:
 
 
 def check_format(state: Mapping[str, Any]) -> None:
-    """Refuse the state of a data module that an unknown version wrote."""
-    theirs = state.get("format", 0)
-    if theirs not in range(FORMAT + 1):
+    """Refuse the state of a data module that has another format."""
+    if (theirs := state.get("format", 0)) != FORMAT:
         raise CheckpointError(
             f"The checkpoint has format {theirs}, written by lit_rlsched {state.get('version')}, "
-            f"and this version reads formats 0 to {FORMAT}. Install the version that wrote it, "
-            f"{_FIX}"
+            f"and this version reads format {FORMAT}. Install the version that wrote it, {_FIX}"
         )
 
 
@@ -105,7 +109,7 @@ def check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 def check_drawn(
     packed: Sequence[Mapping[str, Any]],
-    saved_funcs: Sequence[str] | None,
+    saved_funcs: Sequence[str],
     reward_funcs: Sequence[str],
     max_completion_length: int,
 ) -> None:
@@ -117,15 +121,13 @@ def check_drawn(
             f"pool or a round, this run has `max_completion_length={max_completion_length}`: "
             f"completions in it may be longer. Resume with {longest} or more, {_FIX}"
         )
-    scores = [row for part in packed for row in part["scores"] if row is not None]
-    same_number = all(len(row) == len(reward_funcs) for row in scores)
-    same_names = saved_funcs is None or list(saved_funcs) == list(reward_funcs)
-    if scores and not (same_number and same_names):
-        theirs = f"{len(scores[0])} of them" if saved_funcs is None else list(saved_funcs)
+    scored = any(row is not None for part in packed for row in part["scores"])
+    if scored and list(saved_funcs) != list(reward_funcs):
         raise UsageError(
-            f"The checkpoint was made with `reward_funcs={theirs}` in the middle of a pool or a "
-            f"round, this run has `reward_funcs={list(reward_funcs)}`: completions in it have "
-            f"scores of the former only. Resume with the same functions in the same order, {_FIX}"
+            f"The checkpoint was made with `reward_funcs={list(saved_funcs)}` in the middle of a "
+            f"pool or a round, this run has `reward_funcs={list(reward_funcs)}`: completions in it "
+            "have scores of the former only. Resume with the same functions in the same order, "
+            f"{_FIX}"
         )
 
 
@@ -142,11 +144,64 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
 def complete(
     completions: Iterable[Completion],
     decode: Callable[[Sequence[int]], str],
-    keeps_drafts: bool,
 ) -> None:
-    """Add the texts that a checkpoint does not hold, and drop drafts that the run cannot use."""
+    """Add the texts that a checkpoint does not hold."""
     for completion in completions:
-        if not keeps_drafts:
-            completion.draft = None
         if completion.finished:
             completion.text = decode(completion.own_ids)
+
+
+def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
+    """Return fingerprints of a model as it was loaded, the same in all precisions but float16."""
+    named = base_model(model).state_dict().items()
+    adapters = {name: tensor for name, tensor in named if "lora_" in name}
+    weights = {n.replace(".base_layer.", "."): t for n, t in named if n not in adapters}
+    base = start = fingerprint(weights, torch.bfloat16)
+    # two models may differ in this alone, and no weight has it
+    if (rope := getattr(base_model(model).config, "rope_parameters", None)) is not None:
+        base = start = f"{base}-{stable_hash(json.dumps(rope, sort_keys=True)) % 16**4:04x}"
+    if adapters and reference == "initial":
+        start = f"{base}-{fingerprint(adapters, torch.bfloat16)}"
+    float16 = main_dtype(weights.values()) == torch.float16
+    return {"base": base, "reference": start, "float16": float16}
+
+
+def check_same_origin(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], settings: Mapping[str, Any], trains: bool
+) -> bool:
+    """Refuse another base of the adapters, and in training another reference model."""
+    model, beta = settings["model"], settings["beta"]
+    needed = {}
+    if settings["lora_rank"]:
+        needed["base"] = f"the model under its adapters is not that of `model={model}`"
+    if beta and trains:
+        needed["reference"] = (
+            f"the reference model of its KL (`beta={beta}`) is not that of `model={model}` with "
+            f"`reference_model={settings['reference_model']}`"
+        )
+    known = bool(saved) and (not needed or saved["float16"] == ours["float16"])
+    for name, what in needed.items():
+        if known and saved[name] != ours[name]:
+            raise UsageError(
+                f"The checkpoint is of another run: {what} (fingerprints {saved[name]} and "
+                f"{ours[name]}). Resume with the `model` that the run began with; the folder may "
+                "have moved, but its weights must be the same. Or start a new run."
+            )
+    if needed and trains and not known:
+        rank_zero_warn(
+            f"The checkpoint does not say what its run began with, or says it in another "
+            f"precision. Make sure that `model={model}` is the same model: the base of adapters "
+            "and the reference model of the KL are loaded from there."
+        )
+    return known
+
+
+def check_base(saved: Mapping[str, Any], base: nn.Module, name: str) -> None:
+    """Refuse to add adapters to another base than the one they were trained on."""
+    ours = origin(base)
+    if saved and saved["float16"] == ours["float16"] and saved["base"] != ours["base"]:
+        raise UsageError(
+            f"The adapters were trained on another model than `{name}`: it has the fingerprint "
+            f"{ours['base']}, and the run's base had {saved['base']}. Name the base model of the "
+            "run with `model`."
+        )

@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -168,11 +168,13 @@ def holds_run(folder: Path) -> bool:
 
 
 def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
-    """Return the newest readable checkpoint in these folders.
+    """Return the newest readable checkpoint in these folders, and warn of newer ones.
 
-    A warning names newer files that cannot be read and the rounds that are lost with them.
+    Checkpoints are ordered by when they were saved, their rounds and their steps: the times of
+    files change when they are copied, and a run that is resumed from an earlier round goes through
+    later ones again.
     """
-    order: dict[Path, tuple[float, ...]] = {}
+    order: dict[Path, tuple[float, int, int]] = {}
     broken: dict[Path, CheckpointError] = {}
     for path in sorted({path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}):
         try:
@@ -180,35 +182,22 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
         except CheckpointError as error:
             broken[path] = error
             continue
-        if not resumable or _completed_rounds(checkpoint) is not None:
-            order[path] = _age(checkpoint)
+        run = run_state(checkpoint)
+        if not resumable or (run and "optimizer_states" in checkpoint):
+            age = run.get("unix_seconds", 0.0), run.get("num_rounds", 0)
+            order[path] = *age, checkpoint["global_step"]
     for path in sorted(order, key=lambda path: (order[path], path), reverse=True):
         try:
             inspect_checkpoint(path)
         except CheckpointError as error:
             broken[path] = error
             continue
-        steps = order[path][-1]
-        newer = {path: error for path, error in broken.items() if not _steps(path) < steps}
-        if not resumable:
-            _warn_of_broken(newer, f"`{path}` is used instead.")
-        else:
-            lost = _lost_rounds(newer, folders, int(order[path][1]))
-            _warn_of_broken(newer, f"The run resumes from `{path}` instead. {lost}")
+        newer = [error for of, error in broken.items() if not _steps(of) < order[path][-1]]
+        instead = f"The run resumes from `{path}`" if resumable else f"`{path}` is used"
+        _warn_of_broken(newer, f"{instead} instead.")
         return path
-    lost = _lost_rounds(broken, folders, 0)
-    _warn_of_broken(broken, f"The run starts from scratch instead. {lost}" if resumable else "")
+    _warn_of_broken(broken.values(), "The run starts from scratch instead." if resumable else "")
     return None
-
-
-def _age(checkpoint: dict[str, Any]) -> tuple[float, int, int]:
-    """Return what orders checkpoints: when it was saved, its rounds and its steps.
-
-    The times of files change when they are copied. A run that is resumed from an earlier round goes
-    through later ones again, so the number of rounds alone does not say which is the newest.
-    """
-    run = _run_state(checkpoint)
-    return run.get("unix_seconds", 0.0), run.get("num_rounds", 0), checkpoint["global_step"]
 
 
 def _steps(path: Path) -> float:
@@ -217,42 +206,16 @@ def _steps(path: Path) -> float:
     return int(match[1]) if match else math.inf
 
 
-def _warn_of_broken(broken: dict[Path, CheckpointError], instead: str) -> None:
+def _warn_of_broken(broken: Collection[CheckpointError], instead: str) -> None:
     if broken:
-        why = " ".join(f"{str(error).partition('. Use another')[0]}." for error in broken.values())
+        why = " ".join(f"{str(error).partition('. Use another')[0]}." for error in broken)
         rank_zero_warn(f"{why} {instead}".rstrip())
 
 
-def _lost_rounds(
-    broken: dict[Path, CheckpointError], folders: tuple[Path, ...], rounds: int
-) -> str:
-    last = _last_round(folders, broken)
-    if last is not None and last <= rounds:
-        return "No round is lost."
-    which = "All later rounds" if last is None else f"Rounds {rounds + 1} to {last}"
-    return f"{which} are lost and will be drawn again."
-
-
-def _run_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def run_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the data module; empty if there is none."""
     states = (state for state in checkpoint.values() if isinstance(state, dict))
     return next((state for state in states if {"settings", "num_rounds"} <= state.keys()), {})
-
-
-def _completed_rounds(checkpoint: dict[str, Any]) -> int | None:
-    """Return how many rounds are over in a checkpoint; None if a run cannot resume from it."""
-    return _run_state(checkpoint).get("num_rounds") if "optimizer_states" in checkpoint else None
-
-
-def _last_round(folders: tuple[Path, ...], broken: dict[Path, CheckpointError]) -> int | None:
-    """Return a run's last round, from the names of checkpoints and the written completions."""
-    numbers = [int(m[1]) for path in broken if (m := re.match(r"round_(\d+)", path.name))]
-    for folder in folders:
-        with suppress(OSError, ValueError, IndexError):
-            with (folder / "completions.jsonl").open("rb") as file:
-                lines = [line for line in file if line.endswith(b"\n")]
-            numbers.append(read_row(lines[-1])[0])
-    return max(numbers, default=None)
 
 
 def read_row(line: bytes) -> tuple[int, dict[str, Any]]:
