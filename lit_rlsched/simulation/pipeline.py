@@ -204,16 +204,14 @@ class _Round(RoundHooks):
         """Completions that are trained on."""
         return [sample for group in self.drawn.harvest.trained for sample in _samples(group)]
 
-    def planned(self, groups: list[Group]) -> None:
-        self._pipeline.samples = {s.id: s for g in groups for s in _samples(g)}
-
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Keep a draft whole, or a prefix whose length is uniform.
 
         The new policy reads all drafts; those that are cut are read by each policy that drew them.
         """
         pipeline = self._pipeline
-        for sample in (sample for group in groups for sample in _samples(group)):
+        pipeline.samples = {sample.id: sample for g in groups for sample in _samples(g)}
+        for sample in pipeline.samples.values():
             completion = sample.completion
             if (draft := completion.draft) is None:
                 continue
@@ -233,8 +231,10 @@ class _Round(RoundHooks):
         return DraftAudit()
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
+        final, state.final = state.final, len(state.decoded)  # after a step, not the next event
         for group in self._rule.final_groups(state):
             self.certain.setdefault(group.id, trace.seconds)
+        state.final = final
 
 
 def _samples(group: Group) -> list[Sample]:
