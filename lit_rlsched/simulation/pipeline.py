@@ -204,14 +204,16 @@ class _Round(RoundHooks):
         """Completions that are trained on."""
         return [sample for group in self.drawn.harvest.trained for sample in _samples(group)]
 
+    def planned(self, groups: list[Group]) -> None:
+        self._pipeline.samples = {s.id: s for g in groups for s in _samples(g)}
+
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Keep a draft whole, or a prefix whose length is uniform.
 
         The new policy reads all drafts; those that are cut are read by each policy that drew them.
         """
         pipeline = self._pipeline
-        pipeline.samples = {sample.id: sample for g in groups for sample in _samples(g)}
-        for sample in pipeline.samples.values():
+        for sample in (sample for group in groups for sample in _samples(group)):
             completion = sample.completion
             if (draft := completion.draft) is None:
                 continue
