@@ -106,9 +106,9 @@ def test_older_drafts_are_accepted_less_often(accepted, shares):
 
 def test_prompts_of_siblings_are_in_the_cache():
     """Of four prompts of 10 tokens two are spared, for the share that is cached."""
-    step = StepCosts(0.0, 0.0, 0.0, prefill=1.0, cached=0.75)
+    step = StepCosts(0.0, 0.0, 0.0, prefill=1.0, cached=0.5)
     found = outcome(Schedule(FullRound(2)), [[8, 8]], 1, step=step)
-    assert found.rounds[0].seconds == (2 + 2 * 0.25) * PROMPT
+    assert found.rounds[0].seconds == (2 + 2 * 0.5) * PROMPT
 
 
 def test_several_engines_share_slots_and_wait_for_each_other():
