@@ -45,7 +45,6 @@ ADVICE = {
     "key-value cache": "fewer slots or a `memory_budget` (`MicroGroupSampling`), a shorter "
     "`max_completion_length`, or on a GPU a lower `gpu_memory_utilization`",
     "activations": "`gradient_checkpointing: true`, or a smaller `micro_batch_tokens`",
-    "passes at their peak": "a smaller `micro_batch_tokens`, or `lora_rank`",
 }
 """What reduces an item."""
 NOT_COUNTED = {
@@ -260,9 +259,9 @@ class PlannedRun:
             yield Item("gathered weights", gathered * streams, gathered, how)
         if schedule.rule.verifies_from is not None:
             rule = schedule.rule
-            copies = 1 + (rule.max_staleness or 0)
+            size = trained * (1 + (rule.max_staleness or 0))
             how = "the trained ones of each version that has drawn drafts"
-            yield Item("weights of the drafts", *[copies * trained] * 2, how, "main memory")
+            yield Item("weights of the drafts", size, size, how, "main memory")
 
     def _of_the_passes(self) -> Iterator[Item]:
         """Run the passes of a micro-batch on fake tensors."""
@@ -278,7 +277,7 @@ class PlannedRun:
         if self.module.hparams["gradient_checkpointing"]:
             how += ", the input of each layer alone"
         yield Item("activations", kept * streams, kept, how)
-        how = "measured: log-probs, and gradients of activations"
+        how = "measured: log-probs and gradients of activations"
         yield Item("passes at their peak", (live.peak - kept) * streams, live.peak - kept, how)
 
     def _of_the_engine(self) -> Iterator[Item]:
@@ -286,8 +285,8 @@ class PlannedRun:
         place: Place = "engine" if held.apart else "trainer"
         yield Item("engine weights", held.weights, stays * held.weights, held.how_weights, place)
         yield Item("key-value cache", held.cache, stays * held.cache, held.how_cache, place)
-        handed = [held.handed_over] * 2
-        yield Item("weights handed over", *handed, "to the engine's process", "main memory")
+        handed = held.handed_over
+        yield Item("weights handed over", handed, handed, "to the engine's process", "main memory")
         yield Item("sleeping weights", 0, held.asleep, "of vLLM, in the update", "main memory")
 
 

@@ -139,7 +139,7 @@ def simulate(
         slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
             of their own, 2 if they share them. By default what the trace shows, or 1.
         rank_correlation: How well lengths are predicted, from 0 to 1.
-        accepted: Share of drafts that the next policy accepts whole.
+        accepted: Share of drafts that the next policy accepts whole; of older ones, for each round.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
         overlay: File for the configuration of the recommended schedule.
     """

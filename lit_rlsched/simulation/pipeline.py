@@ -175,15 +175,15 @@ class _Engine(SimulatedEngine):
         self.begun: set[str] = set()
         """Requests and groups that have had a slot in this round."""
 
-    def prefilled(self, request: Request) -> float:
+    def prefilled(self, request: Request) -> int:
         if self.keeps_all and request.prefix_ids:
-            return 0.0
+            return 0
         tokens = super().prefilled(request)
         known = tokens if request.id in self.begun else 0
         if not known and request.group in self.begun:
             known = len(request.prompt_ids)
         self.begun |= {request.id, request.group}
-        return tokens - self.share * known
+        return tokens - round(self.share * known)
 
 
 class _Round(RoundHooks):
