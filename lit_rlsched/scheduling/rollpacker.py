@@ -58,12 +58,6 @@ class TensorParallelPlanner:
     """
 
     def __init__(self, size: int, maximum: int, minimum: int = 1) -> None:
-        check_sizes(minimum=minimum, size=size, maximum=maximum)
-        if not minimum <= size <= maximum:
-            raise UsageError(
-                f"A tensor-parallel size of {size} is not within minimum={minimum} and "
-                f"maximum={maximum}."
-            )
         self.minimum, self.maximum = minimum, maximum
         self._proven: set[int] = set()
         self._kinds: dict[RoundKind, _Kind] = {"short": _Kind(size), "long": _Kind(size)}
