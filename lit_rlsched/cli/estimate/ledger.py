@@ -86,8 +86,8 @@ class Ledger:
         return self.run.schedule.streaming is not None
 
     @property
-    def _ahead(self) -> str | None:
-        """How rounds that are drawn during the update are corrected, if they are."""
+    def _ahead(self) -> bool:
+        """Whether rounds are drawn during the update."""
         return self.run.schedule.ahead
 
     def _model_items(self) -> Iterator[Item]:
@@ -111,13 +111,13 @@ class Ledger:
         yield Item("optimizer state", state, state, how + shared)
         gathered = run.gathered
         how = "embedding, LM head and two layers, with the gradient of one"
-        if run.schedule.verifies_drafts:
-            rule = run.schedule.rule
-            copies = 1 if rule.verifies_from is None else (rule.max_staleness or 0) + 1
-            how = "the trained ones at the time the drafts were drawn"
+        rule, steps = run.schedule.rule, run.settings.steps_per_epoch
+        if rule.verifies_from is not None:
+            copies = (rule.max_staleness or 0) // steps + 1
+            how = "the trained ones at the time tokens were drawn that may be verified"
             how = how if copies == 1 else f"{how}, {copies} copies"
             kept = copies * storage_bytes(run.trainable)
-            yield Item("weights of the drafts", kept, kept, how, host=True)
+            yield Item("kept weights", kept, kept, how, host=True)
         yield Item("gathered weights", gathered * self._streams, gathered, how)
 
     def _engine_items(self, slots: int) -> Iterator[Item]:
@@ -271,7 +271,7 @@ def counted_peaks(module: LightningModule, run: TrainingRun) -> tuple[int, int]:
     tokens = run.startup.cache_bytes_per_token(spec)
     engine = _footprint(run.settings.engine, spec, module, tokens, device_memory(spec.device.type))
     beside = 0 if engine.apart else engine.weights + engine.cache
-    streams, ahead = run.schedule.streaming is not None, run.schedule.ahead is not None
+    streams, ahead = run.schedule.streaming is not None, run.schedule.ahead
     rollout = weights + state + beside + streams * gradients
     return rollout, weights + state + gradients + (engine.stays or ahead) * beside
 
