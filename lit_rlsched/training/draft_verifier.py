@@ -98,7 +98,9 @@ class Drafts:
             if not self.weights.keys() >= {*one.draft.versions}:
                 one.sample.completion.attempts += 1
                 audit.lost += 1
-        trials = [one for one in trials if self.weights.keys() >= {*one.draft.versions}]
+        trials = [
+            one for one in trials if one.tokens and self.weights.keys() >= {*one.draft.versions}
+        ]
         if not trials:
             return audit
         device = next(policy.parameters()).device

@@ -15,15 +15,6 @@ logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
 
 
 @st.composite
-def drafts(draw):
-    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=4))
-    token_ids, logprobs = zip(*tokens, strict=True)
-    n, version = draw(st.integers(0, len(tokens))), draw(st.integers(0, 2**40))
-    spans = [(v, k) for v, k in ((version, n), (version + 1, len(tokens) - n)) if k]
-    return Draft(array("i", token_ids), array("d", logprobs), spans)
-
-
-@st.composite
 def completions(draw, index, scored):
     n = draw(st.integers(0, 6))
     split = draw(st.integers(0, n))
@@ -36,7 +27,6 @@ def completions(draw, index, scored):
         scores=draw(st.none() | st.lists(st.none() | floats, min_size=2, max_size=2)),
         advantage=draw(floats),
         attempts=draw(st.integers(0, 9)),
-        draft=draw(st.none() | drafts()),
         extra=draw(extras),
         logged=draw(logs),
         messages=draw(st.sampled_from([[], [{"role": "tool", "content": "\ud83d", "n": None}]])),
@@ -227,7 +217,7 @@ def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     )
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
-    assert copied == Completion(1, attempts=1) and done.draft is not None
+    assert copied == Completion(1) and done.draft is not None
 
 
 def test_the_first_tokens_of_a_draft_keep_their_versions():

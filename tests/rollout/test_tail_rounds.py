@@ -126,34 +126,10 @@ def tailed(*args, **settings):
     return changed(case, lengths=LogNormalLengths(50, 1.2, 0, "seed"))
 
 
-def test_a_prompt_goes_on_from_what_it_had():
-    """In every round until it wins: nothing waits without progress."""
-    drafted = {}
-    for r in Run(tailed(8, 4, 1.5, max_deferrals=3)).each(20):
-        for g in (g for g in r.plan if g.deferred):
-            assert [c.draft and len(c.draft.token_ids) for c in g.completions] == drafted[g.id]
-        drafted = {
-            g.id: [c.draft and len(c.draft.token_ids) for c in g.completions] for g in r.left
-        }
-        assert all(map(all, drafted.values()))
-        assert r.harvest.drafts.tokens == sum(
-            len(c.draft.token_ids) for g in r.plan for c in g.completions if c.draft
-        )
-
-
-@races
-def test_a_round_whose_drafts_are_enough_decodes_nothing(completion_ratio):
-    """All are as long as they may be, so that they are done together and half of them lose."""
-    case = raced(4, 2, 2.0, completion_ratio, max_deferrals=8, spare=20, whole=10)
-    rounds = Run(changed(case, lengths=lambda request: 30)).rounds(6)
-    assert [r.trace.decode_steps for r in rounds] == [20, 0] * 3
-    assert [[g.deferred for g in r.trained] for r in rounds] == [[0] * 4] + [[1] * 4] * 5
-
-
 # When a round ends.
 
 
-@given(cases(completion_ratio=1.0, patience=PATIENCE, reuse_drafts=False))
+@given(cases(completion_ratio=1.0, patience=PATIENCE))
 def test_a_round_ends_with_the_step_that_has_enough(case):
     for r in Run(case).each(8):
         won = [max(r.ended_at(g)) for g in r.trained]
@@ -223,16 +199,6 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
     assert steps[0] < 0.75 * steps[1], steps
 
 
-@pytest.mark.slow
-def test_rounds_are_shorter_still_where_losers_go_on():
-    """Even where only half of each draft is kept."""
-    steps = []
-    for most in (None, 8):
-        case = tailed(8, 4, latency=0, reuse_drafts=True, max_deferrals=most)
-        steps.append(fmean(r.trace.decode_steps for r in Run(case).each(100)))
-    assert steps[1] < 0.95 * steps[0], steps
-
-
 # Quotas of domains.
 
 
@@ -241,24 +207,19 @@ def by_domain(groups, names):
     return {d: domains.count(d) for d in names}
 
 
-@given(st.booleans().flatmap(lambda defers: cases(defers=defers, shares=True)))
+@given(cases(shares=True))
 def test_each_domain_has_its_quota_of_every_short_round(case):
     rule, ratio = case.rule, case.make.args[2]
     quota = {d: round(share * rule.update_prompts) for d, share in rule.shares.items()}
     assert rule.quotas == quota
     raced = {d: math.ceil(round(ratio * n, 6)) for d, n in quota.items()}
-    defers = hasattr(rule, "max_deferrals")
     for r in Run(case).each(12):
-        if defers or not is_long(case, r):
-            assert by_domain(r.plan, quota) == raced
         if not is_long(case, r):
+            assert by_domain(r.plan, quota) == raced
             assert by_domain(r.trained, quota) == quota
 
 
-@given(
-    st.booleans().flatmap(lambda defers: cases(defers=defers, spare=12, whole=8, shares=True)),
-    st.integers(2, 4),
-)
+@given(cases(spare=12, shares=True), st.integers(2, 4))
 def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, useless):
     trained = [g.id for r in Run(changed(case, useless=useless)).each(8) for g in r.trained]
     assert len(trained) == len(set(trained))  # and a round asserts what is certain
