@@ -206,13 +206,20 @@ class RolloutController:
         return worker.may_wait(completions) and (stops or worker.admission.budget is not None)
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return unfinished samples; submit finished ones to the scorer."""
+        """Return unfinished samples; submit finished ones to the scorer.
+
+        Of a group that is partly done, the hooks have seen the completions that have their scores.
+        """
+        rule = self._rule
+        partly = not rule.reorders and rule.verifies_from is None
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)
-            if not self._waits(sample):
+            if self._waits(sample):
+                continue
+            self._came_finished.append(sample)
+            if not (partly and sample.completion.scored):
                 self.scorer.submit(sample.group, sample.completion)
-                self._came_finished.append(sample)
         return [sample for sample in samples if not sample.completion.finished]
 
     def _scored(self) -> Iterator[Group]:

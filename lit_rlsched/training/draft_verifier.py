@@ -93,11 +93,14 @@ class Drafts:
         """
         trials = self._trials(groups, version, seed, salt)
         audit = DraftAudit(tokens=sum(one.tokens for one in trials))
-        known = [one for one in trials if self.weights.keys() >= {*one.draft.versions}]
-        audit.lost = len(trials) - len(known)
-        trials = [one for one in known if one.tokens]
-        for completion in (c for group in groups for c in group.completions):
-            completion.draft = None
+        for one in trials:
+            one.sample.completion.draft = None
+            if not self.weights.keys() >= {*one.draft.versions}:
+                one.sample.completion.attempts += 1
+                audit.lost += 1
+        trials = [
+            one for one in trials if one.tokens and self.weights.keys() >= {*one.draft.versions}
+        ]
         if not trials:
             return audit
         device = next(policy.parameters()).device
@@ -138,6 +141,8 @@ class Drafts:
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
+        for one in trials:
+            one.sample.completion.attempts += not one.is_finite()
         audit.drawn = len(finite) - len(whole)
         kept = sum(len(one.sample.completion.token_ids) for one in finite)
         audit.accepted_tokens = kept - audit.drawn

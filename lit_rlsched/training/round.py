@@ -14,7 +14,7 @@ from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.advantages import combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
 from lit_rlsched.training.micro_batches import ZERO_ADVANTAGE, OptimizerStep
-from lit_rlsched.types import Completion, Group, Prompt, Sample
+from lit_rlsched.types import ENVIRONMENT, Completion, Group, Prompt, Sample
 
 NONFINITE = "nonfinite_advantage"
 """Why a completion without a finite advantage is dropped."""
@@ -154,9 +154,11 @@ def drop_stale(round: Round, most: int | None) -> None:
     if most is None:
         return
     for completion in round.completions:
-        age = completion.staleness(round.version)
-        assert most or not age, f"a token of round {round.ordinal} is {age} versions old"
-        if age > most:
+        for version, _ in completion.segments:
+            assert most or version in (round.version, ENVIRONMENT), (
+                f"round {round.ordinal} has a token of version {version}"
+            )
+        if completion.staleness(round.version) > most:
             completion.dropped = completion.dropped or "stale"
 
 

@@ -3,8 +3,6 @@
 import pytest
 
 from lit_rlsched.callbacks import StreamedTraining
-from lit_rlsched.cli.simulate import facts_of
-from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.simulation.costs import Costs, StepCosts
 from lit_rlsched.simulation.peers import PEERS, FirstReadyRound
