@@ -78,7 +78,7 @@ def read(exact_model, tools_tokenizer, tmp_path_factory):
         )
         data = RolloutDataModule(
             rows,
-            [reward, reward_with_environments, Echo(max_tokens=9999)],
+            [reward, reward_with_environments, Echo("m", "http://here/v1", max_tokens=9999)],
             predict_data=rows,
             tokenizer=tools_tokenizer,
             environment_factory=World,
