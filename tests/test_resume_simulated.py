@@ -58,7 +58,7 @@ SCHEDULES = {
     "domains": Schedule(lambda: [TailBatching(1.5, per_domain={"a": 0.5, "b": 0.5})], LONG),
     "window of few slots": Schedule(
         lambda: [RolloutWindow(9), MicroGroupSampling(slots=4)],
-        LONG | TWO_STEPS | {"prompts_per_round": 3},
+        LONG | TWO_STEPS | {"prompts_per_round": 4},
     ),
     "window, replaced and stopped early": Schedule(
         lambda: [
