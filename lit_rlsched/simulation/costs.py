@@ -42,8 +42,8 @@ class StepCosts:
     prefill: float = 0.0
     """For each prompt or prefix token of a new request."""
     cached: float = 0.0
-    """Share of the tokens that prefix caching could spare and does spare: prompts of siblings that
-    the engine has begun in this round, and all tokens of a request that has paused in it."""
+    """Share that prefix caching spares of the prompts of siblings that the engine has begun in this
+    round."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,17 +173,14 @@ class _Engine(SimulatedEngine):
         )
         self.share, self.keeps_all = step.cached, pipeline.keeps_cache
         self.begun: set[str] = set()
-        """Requests and groups that have had a slot in this round."""
+        """Groups that have had a slot in this round."""
 
     def prefilled(self, request: Request) -> int:
         if self.keeps_all and request.prefix_ids:
             return 0
-        tokens = super().prefilled(request)
-        known = tokens if request.id in self.begun else 0
-        if not known and request.group in self.begun:
-            known = len(request.prompt_ids)
-        self.begun |= {request.id, request.group}
-        return tokens - round(self.share * known)
+        known = len(request.prompt_ids) if request.group in self.begun else 0
+        self.begun.add(request.group)
+        return super().prefilled(request) - round(self.share * known)
 
 
 class _Round(RoundHooks):
