@@ -34,7 +34,14 @@ OF_THE_MODULE: dict[str, tuple[Any, str]] = {
 }
 """Arguments of a Trainer that a module with manual optimization sets itself: default and reason."""
 _AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
+_FREEZES = (
+    "it trains other weights in the middle of a run, and a resumed run would not know which. Use "
+    "`lora_rank`, which freezes the whole base, or freeze weights in a subclass's "
+    "`configure_model`"
+)
 REFUSED_CALLBACKS: dict[str, str] = {
+    "BackboneFinetuning": _FREEZES,
+    "BaseFinetuning": _FREEZES,
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
     "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says how "
     "much fits. (`Tuner.scale_batch_size` adds this callback)",
@@ -134,14 +141,6 @@ def check_trainer(trainer: Trainer) -> None:
         averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
         if averages and is_sharded(trainer):
             raise UsageError(f"`{name}`: {_AVERAGES}.")
-        module = trainer.lightning_module
-        has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
-        if "BackboneFinetuning" in names and module and not has:
-            raise UsageError(
-                f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
-                "none. Add a property of this name to a subclass, or use `lora_rank`, which "
-                "freezes the whole base."
-            )
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:

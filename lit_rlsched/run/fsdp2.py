@@ -111,7 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 with refusing(path):
                     state = load_groups(path, f"optimizer_{i}")
             if check is not None:
-                state = module.adopt_optimizer(optimizer, state, checkpoint)
+                module.adopt_optimizer(optimizer, state, checkpoint)
             kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
             if sharded:
                 own = get_optimizer_state_dict(module, optimizer)

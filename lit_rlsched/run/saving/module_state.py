@@ -1,13 +1,13 @@
-"""Policy, optimizer and Lightning's callbacks in checkpoints, checked before they are loaded."""
+"""Policy, optimizer and the best models in checkpoints, checked before they are loaded."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -45,7 +45,7 @@ class PolicyCheckpoints(LightningModule):
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
         checkpoint["policy"] |= {"origin": self._origin, "adapter": self._adapter_config()}
         if "optimizer_states" in checkpoint and self.trainer.optimizers:
-            checkpoint["policy"]["optimizer"] = describe(self.trainer.optimizers[0], self)
+            checkpoint["policy"]["optimizer"] = weights_of(self.trainer.optimizers[0], self)
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
@@ -90,18 +90,38 @@ class PolicyCheckpoints(LightningModule):
 
     def adopt_optimizer(
         self, optimizer: Optimizer, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return a checkpoint's state of the optimizer, for the weights of this run."""
+    ) -> None:
+        """Group the weights as a checkpoint's optimizer, which must be one of the same weights."""
         if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
             rank_zero_warn(text)
-        return adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
+        ours, saved = weights_of(optimizer, self), checkpoint["policy"]["optimizer"]
+        if saved["class"] != ours["class"]:
+            raise UsageError(
+                f"The checkpoint has the state of the optimizer `{saved['class']}`, and this run "
+                f"has `{ours['class']}`. Return the former from `configure_optimizers`, or start "
+                "a new run from the exported weights."
+            )
+        theirs, named = saved["groups"], list(chain(*ours["groups"]))
+        if other := sorted({*chain(*theirs)}.symmetric_difference(named)):
+            raise UsageError(
+                f"The checkpoint was made while other weights were trained: {len(other)} differ, "
+                f"the first is `{other[0]}`. Freeze weights as the run did, or start a new run "
+                "from the exported weights."
+            )
+        if theirs != ours["groups"]:
+            parameters = chain(*(group["params"] for group in optimizer.param_groups))
+            weights = dict(zip(named, parameters, strict=True))
+            optimizer.param_groups = [
+                {**optimizer.param_groups[0], "params": [weights[name] for name in names]}
+                for names in theirs
+            ]
 
     def on_fit_start(self) -> None:
-        """Adopt the checkpoint's optimizer state, which Lightning loads next."""
+        """Make ready for the checkpoint's optimizer state, which Lightning loads next."""
         checkpoint, self._resumed = self._resumed, None
         if checkpoint is not None and self.trainer.ckpt_path is not None:
-            states = checkpoint["optimizer_states"]
-            states[:1] = [self.adopt_optimizer(self.trainer.optimizers[0], states[0], checkpoint)]
+            state = checkpoint["optimizer_states"][0]
+            self.adopt_optimizer(self.trainer.optimizers[0], state, checkpoint)
 
     def _saved_keys(self) -> set[str]:
         if self.hparams["lora_rank"]:
@@ -115,107 +135,29 @@ def without_base(module: PolicyCheckpoints, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]
 
 
-_Names = list[list[str]]
-
-
-def describe(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+def weights_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the class of an optimizer, and the names of the weights in its groups."""
-    return {"class": type(optimizer).__name__, "groups": _names(optimizer, module)}
-
-
-def adopt(
-    optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
-) -> dict[str, Any]:
-    """Group the weights as a checkpoint does; return its state for the weights that are there."""
-    ours, groups = _names(optimizer, module), state["param_groups"]
-    if about["class"] != type(optimizer).__name__:
-        raise UsageError(
-            f"The checkpoint has the state of the optimizer `{about['class']}`, and this run has "
-            f"`{type(optimizer).__name__}`. Return the former from `configure_optimizers`, or "
-            "start a new run from the exported weights."
-        )
-    theirs = [group["params"] for group in groups]
-    if not isinstance(next(chain(*theirs), None), str):  # which `FSDP2Strategy` writes itself
-        theirs = about["groups"]
-    if theirs == ours:
-        return dict(state)
-    parameters = chain(*(group["params"] for group in optimizer.param_groups))
-    weights = dict(zip(chain(*ours), parameters, strict=True))
-    place = {name: i for i, names in enumerate(theirs) for name in names}
-    kept = [[name for name in names if name in weights] for names in theirs]
-    for names in ours:  # what is new goes where the rest of its group went
-        beside = next((place[name] for name in names if name in place), 0)
-        kept[beside] += [name for name in names if name not in place]
-    for changed, what in (
-        ([name for name in weights if name not in place], "are trained now, with a new state"),
-        ([name for name in place if name not in weights], "are trained no more"),
-    ):
-        if changed:
-            rank_zero_warn(
-                f"The checkpoint was made while other weights were trained: {len(changed)} {what}; "
-                f"the first is `{changed[0]}`."
-            )
-    optimizer.param_groups = [
-        {**optimizer.param_groups[0], "params": [weights[name] for name in names]} for names in kept
-    ]
-    numbers = chain(*(group["params"] for group in groups))
-    old = dict(zip(chain(*theirs), numbers, strict=True))
-    new = {name: number for number, name in enumerate(chain(*kept))}
-    return {
-        "state": {
-            number: state["state"][old[name]]
-            for name, number in new.items()
-            if old.get(name) in state["state"]
-        },
-        "param_groups": [
-            {**group, "params": [new[name] for name in names]}
-            for group, names in zip(groups, kept, strict=True)
-        ],
-    }
-
-
-def _names(optimizer: Optimizer, module: nn.Module) -> _Names:
-    names = {id(p): name for name, p in module.named_parameters()}
-    number = count()
-    return [
+    names, number = {id(p): name for name, p in module.named_parameters()}, count()
+    groups = [
         [names.get(id(p)) or f"not of the module {next(number)}" for p in group["params"]]
         for group in optimizer.param_groups
     ]
-
-
-_TRAINED = "trained_weights"
-"""Key of a checkpoint: names of the weights that were not frozen."""
+    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 class CallbackStates(Callback):
-    """Restores what `ModelCheckpoint` knows of files, and which weights `BaseFinetuning` thawed."""
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Note which weights are trained."""
-        if [*_finetuning(trainer)]:
-            named = pl_module.named_parameters()
-            checkpoint[_TRAINED] = [name for name, p in named if p.requires_grad]
+    """Restores what `ModelCheckpoint` knows of files, before the callback loads its state."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Change the states before the callbacks load them.
-
-        Raises:
-            UsageError: weights have to be thawed that are sharded already.
-        """
+        """Say where the files are now."""
         states = checkpoint.get("callbacks", {})
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
-                state = states[callback.state_key]
-                states[callback.state_key] = found_again(
-                    state, str(callback.dirpath), str(trainer.ckpt_path)
-                )
-        saved = [states[c.state_key] for c in _finetuning(trainer) if c.state_key in states]
-        if saved:
-            _thaw(trainer, pl_module, checkpoint.get(_TRAINED, _optimized(saved)))
+            key = callback.state_key
+            if isinstance(callback, ModelCheckpoint) and key in states:
+                at = str(callback.dirpath), str(trainer.ckpt_path)
+                states[key] = found_again(states[key], *at)
 
 
 def found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str, Any]:
@@ -241,29 +183,3 @@ def found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str
             "beat."
         )
     return {**state, **found, "best_k_models": models, "dirpath": folder}
-
-
-def _finetuning(trainer: Trainer) -> Iterator[BaseFinetuning]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return (callback for callback in callbacks if isinstance(callback, BaseFinetuning))
-
-
-def _optimized(states: list[dict[str, Any]]) -> list[str]:
-    """Return the names in the optimizers, for a checkpoint that was saved after `fit`."""
-    optimizers = [state.get("internal_optimizer_metadata", {}) for state in states]
-    groups = [group for of in optimizers for groups in of.values() for group in groups]
-    return [name for group in groups for name in group["params"]]
-
-
-def _thaw(trainer: Trainer, module: LightningModule, names: list[str]) -> None:
-    """Train weights that the callback has frozen again in `setup`."""
-    weights = dict(module.named_parameters())
-    frozen = [name for name in names if name in weights and not weights[name].requires_grad]
-    if frozen and trainer.strategy.restore_checkpoint_after_setup:
-        raise UsageError(
-            f"`BaseFinetuning` had thawed `{frozen[0]}` before the checkpoint, and with "
-            f"`strategy={type(trainer.strategy).__name__}` the optimizer cannot get it back. "
-            "Resume with `strategy='ddp'` or on one device."
-        )
-    for name in frozen:
-        weights[name].requires_grad_(True)
