@@ -61,7 +61,7 @@ def measure(
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.rollout.controller import RolloutController
     from lit_rlsched.rollout.scoring import Unscored
-    from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+    from lit_rlsched.scheduling.admission import SlotSettings
     from lit_rlsched.scheduling.round_rule import FullRound
     from lit_rlsched.text import kv_bytes_per_token
     from lit_rlsched.types import Completion, Group, Prompt, Sampling

@@ -61,6 +61,11 @@ BENCHMARKS = {
         resumes=True,
         module="benchmarks.fidelity.main",
     ),
+    "twin": Benchmark(
+        "schedules at GPU-like costs of 1.5B and 7B parameters; acceptance of drafts by age",
+        5,
+        "engine, its seconds, lengths, acceptance",
+    ),
     "memory": Benchmark(
         "cache of a group by group size, slots and budget, counted by vLLM", 15, RANDOM
     ),

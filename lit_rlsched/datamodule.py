@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning import LightningDataModule
@@ -191,6 +191,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
             environments=environment_factory is not None,
         )
         sampling = Sampling(max_completion_length, temperature, top_p, top_k, min_p)
+        made = {"engine", "seed", "tools"}
+        same = {field.name for field in fields(RunSettings)}.intersection(given) - made
         self.run = TrainingRun(
             RunSettings(
                 {
@@ -208,19 +210,9 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
                     val_greedy,
                     val_accuracy_threshold,
                 ),
-                prompts_per_round=prompts_per_round,
-                num_generations=num_generations,
-                steps_per_round=steps_per_round,
-                num_iterations=num_iterations,
-                micro_batch_tokens=micro_batch_tokens,
-                mask_truncated_completions=mask_truncated_completions,
-                tokenizer=tokenizer,
-                chat_template_kwargs=chat_template_kwargs,
-                skip_special_tokens=skip_special_tokens,
-                shuffle=shuffle,
                 seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed,
-                verify_sync=verify_sync,
                 tools=called,
+                **{name: given[name] for name in same},
             )
         )
         """The run's settings, schedule, session, rounds, and its position in them."""

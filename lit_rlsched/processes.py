@@ -4,7 +4,6 @@ Little is imported, because each reward worker starts with it.
 """
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -12,9 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import Pipe
-from pathlib import Path
 
 from lit_rlsched.settings import UsageError
 
@@ -132,51 +130,6 @@ def worker_environment(named: Iterable[str] = ()) -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name in named or passed(name, value)
     }
-
-
-def hide_environment() -> None:
-    """Blank the values in `/proc/<this process>/environ` that reward workers do not get.
-
-    That file shows the memory in which the process received its environment, and processes of the
-    same user can read it. The variables themselves keep their values, in this process and its
-    children. Linux only.
-    """
-    if sys.platform != "linux":
-        return
-    try:
-        block, _ = list(_initial_block()), list(_addresses())
-    except (OSError, ValueError):  # no /proc, or another C library
-        return
-    hidden = [(at, name, value) for at, name, value in block if value and not passed(name, value)]
-    if not hidden:
-        return
-    for variable, value in os.environ.items():
-        os.putenv(variable, value)  # moves it out of the block
-    used = set(_addresses())
-    for at, name, value in hidden:
-        if at not in used:
-            start = at + len(os.fsencode(name)) + 1
-            ctypes.memset(start, 0, len(os.fsencode(value)))
-
-
-def _initial_block() -> Iterator[tuple[int, str, str]]:
-    """Yield address, name and value of each variable that this process was started with."""
-    # split behind the command, which may contain anything; fields 50 and 51 of the whole line
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])
-    if not 0 < start < end:  # the kernel hides them
-        return
-    for entry in re.finditer(rb"([^=\0]+)=([^\0]*)", ctypes.string_at(start, end - start)):
-        yield start + entry.start(), os.fsdecode(entry[1]), os.fsdecode(entry[2])
-
-
-def _addresses() -> Iterator[int]:
-    """Yield the addresses of the variables in C's `environ`."""
-    variables = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
-    index = 0
-    while variables and (address := variables[index]):
-        yield address
-        index += 1
 
 
 def require_posix(part: str) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NoReturn
@@ -28,27 +29,14 @@ from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig
 from lit_rlsched.run.trl_state import Accelerator, History, with_their_names
-from lit_rlsched.settings import UsageError, counterpart
+from lit_rlsched.settings import UsageError, counterpart, trl_names
 from lit_rlsched.training.lora import settings_of
 from lit_rlsched.training.policy import load_tokenizer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
-_OF_MODULE = (
-    *("learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm"),
-    *("gradient_checkpointing", "beta", "epsilon", "epsilon_high"),
-)
-_OF_GRPO = ("loss_type", "delta", "scale_rewards")
-_OF_DATA = (
-    *("num_generations", "num_iterations", "max_completion_length", "temperature", "top_p"),
-    *("top_k", "reward_weights", "mask_truncated_completions", "chat_template_kwargs"),
-    *("shuffle_dataset", "seed"),
-)
-_OF_VLLM = (
-    *("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode"),
-)
-_RENAMED = {"max_grad_norm": "gradient_clip_val", "shuffle_dataset": "shuffle"}
-"""Those that have another name here; names of vLLM's settings have no `vllm_`."""
+_IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
+"""Settings whose values are others here."""
 _MORE = (
     *("micro_batch_tokens", "reward_timeout", "reward_workers", "reward_memory_limit"),
     *("reward_env_vars", "environment_workers", "tool_timeout", "max_sessions", "tool_steps"),
@@ -101,6 +89,8 @@ class _RolloutTrainer:
         if not (processing_class is None or isinstance(processing_class, str | os.PathLike)):
             at = self.folder / "initial_tokenizer"
             processing_class = tokenizer_folder(processing_class, at, several=several)
+        rounds = {"prompts_per_round": prompts, "steps_per_round": steps}
+        off = {"min_p": args.min_p or 0.0, "val_num_generations": args.num_generations_eval or 0}
         self.datamodule = RolloutDataModule(
             train_dataset,
             reward_funcs,
@@ -108,14 +98,9 @@ class _RolloutTrainer:
             tokenizer=processing_class and str(processing_class),
             tools=tools,
             environment_factory=environment_factory,
-            max_tool_calling_iterations=vars(args).get("max_tool_calling_iterations"),
             engine=self._engine(),
-            prompts_per_round=prompts,
-            steps_per_round=steps,
-            min_p=args.min_p or 0.0,
-            val_num_generations=args.num_generations_eval or 0,
-            **_ours(args, _OF_DATA),
-            **more,
+            seed=args.seed,
+            **{**_ours(args, "data"), **rounds, **off, **more},
         )
         run = self.datamodule.run
         run.settings = replace(run.settings, whole_rounds=True)
@@ -153,11 +138,12 @@ class _RolloutTrainer:
             completions = at_once * steps
         else:
             steps = completions / at_once
-        updates, prompts = steps / args.gradient_accumulation_steps, completions // self._group
-        whole = updates == int(updates) and completions % self._group == 0
-        if not whole or prompts % updates or self._group < 2:
+        group = int(args.num_generations or 0)
+        updates, prompts = steps / args.gradient_accumulation_steps, completions // group
+        whole = updates == int(updates) and completions % group == 0
+        if not whole or prompts % updates or group < 2:
             raise UsageError(
-                f"A rollout has {completions} completions, {self._group} for each prompt "
+                f"A rollout has {completions} completions, {group} for each prompt "
                 f"(`num_generations`), and {updates:g} optimizer steps with "
                 f"{at_once * args.gradient_accumulation_steps} completions each. Change "
                 "`per_device_train_batch_size`, `gradient_accumulation_steps`, "
@@ -165,10 +151,6 @@ class _RolloutTrainer:
                 "prompts of at least two completions."
             )
         return prompts, int(updates)
-
-    @property
-    def _group(self) -> int:
-        return int(self.args.num_generations or 0)
 
     def module_settings(self, steps: int) -> dict[str, Any]:
         """Settings that both modules have, in a run of this number of optimizer steps."""
@@ -181,7 +163,7 @@ class _RolloutTrainer:
         elif args.lr_scheduler_type == "constant_with_warmup":
             schedule["lr_scheduler_type"] = "constant"
         return {
-            **{**_ours(args, _OF_MODULE), **schedule},
+            **{**_ours(args, "model"), **schedule},
             "betas": (args.adam_beta1, args.adam_beta2),
             "importance_sampling_mode": None,  # TRL corrects in GRPO with vLLM alone
         }
@@ -191,7 +173,7 @@ class _RolloutTrainer:
             return TransformersEngine()
         if self.args.vllm_mode != "colocate":
             self._refuse("vllm_mode='server'", counterpart("vllm_server_host", str))
-        return VLLMEngine(**_ours(self.args, _OF_VLLM))
+        return VLLMEngine(**_ours(self.args, "VLLMEngine"))
 
     def _length(self, rows: Any, prompts: int, steps: int) -> dict[str, Any]:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
@@ -438,7 +420,7 @@ class GRPOTrainer(_RolloutTrainer):
 
     def module_settings(self, steps: int) -> dict[str, Any]:
         args = self.args
-        settings = {**super().module_settings(steps), **_ours(args, _OF_GRPO)}
+        settings = super().module_settings(steps)
         if args.loss_type == "bnpo" and args.gradient_accumulation_steps * self._world > 1:
             why = (
                 " TRL takes the mean of the means of its micro-batches, to which it deals "
@@ -446,7 +428,6 @@ class GRPOTrainer(_RolloutTrainer):
                 "`gradient_accumulation_steps=1`."
             )
             self._refuse("loss_type='bnpo'", why)
-        settings["importance_sampling_clip_max"] = args.vllm_importance_sampling_clip_max
         if args.use_vllm and args.vllm_importance_sampling_correction:
             settings["importance_sampling_mode"] = args.vllm_importance_sampling_mode
         if args.importance_sampling_level != "token":
@@ -464,8 +445,7 @@ class RLOOTrainer(_RolloutTrainer):
     _module = RLOOModule
 
     def module_settings(self, steps: int) -> dict[str, Any]:
-        normalized = self.args.normalize_advantages
-        return {**super().module_settings(steps), "normalize_advantages": normalized}
+        return {**super().module_settings(steps), **_ours(self.args, "RLOOModule")}
 
 
 def _steps(given: float, most: int) -> float:
@@ -473,6 +453,12 @@ def _steps(given: float, most: int) -> float:
     return given * most if given < 1 else given
 
 
-def _ours(args: Any, settings: Sequence[str]) -> dict[str, Any]:
-    """Return settings by our names."""
-    return {_RENAMED.get(n, n.removeprefix("vllm_")): getattr(args, n) for n in settings}
+def _ours(args: Any, owner: str) -> dict[str, Any]:
+    """Return settings of `model`, `data` or a class by our names, where each of TRL's is one."""
+    found = {}
+    for row in chain(*trl_names().values()):
+        theirs, ours = (names.split(", ") for names in row[:2])
+        for name, one in zip(theirs, ours, strict=True) if len(theirs) == len(ours) else ():
+            if one.startswith(f"{owner}.") and name in vars(args) and name not in _IN_OTHER_FORMS:
+                found[one.removeprefix(f"{owner}.")] = getattr(args, name)
+    return found

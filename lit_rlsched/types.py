@@ -136,13 +136,13 @@ ENVIRONMENT = -1
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens of a deferred completion, for a newer policy to verify."""
+    """Tokens of a completion, for a newer policy to verify."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Log-prob of each token under the policy that drew it."""
     segments: Sequence[tuple[int, int]]
-    """`(policy version, number of tokens)` in order: a draft has no tokens of an environment."""
+    """`(policy version, number of tokens)` in order."""
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -214,9 +214,9 @@ class Completion:
     """Log-prob of each token by the trainer's forward pass under the weights of the round."""
     ref_logprobs: "array[float] | None" = None
     attempts: int = 0
-    """Number of times that its tokens were discarded or became a draft."""
+    """Number of times that its tokens were discarded."""
     draft: Draft | None = None
-    """Tokens to verify before it is drawn further."""
+    """Tokens to verify before it is drawn further, while a round begins."""
 
     def __post_init__(self) -> None:
         for name, typecode in _ARRAYS:
@@ -260,13 +260,10 @@ class Completion:
             setattr(self, name, getattr(blank, name))
 
     def put_off(self) -> None:
-        """Move the tokens up to the first of an environment into `draft`, and reset."""
-        draft = Draft(self.token_ids, self.logprobs, self.segments)
-        if ENVIRONMENT in draft.versions:
-            turn = draft.versions.index(ENVIRONMENT)
-            draft = draft.first(sum(tokens for _, tokens in self.segments[:turn]))
+        """Move the tokens into `draft`, and reset."""
+        draft, attempts = Draft(self.token_ids, self.logprobs, self.segments), self.attempts
         self.restart()
-        self.draft = draft
+        self.draft, self.attempts = draft, attempts
 
     def copy(self) -> "Completion":
         """Return a copy to which tokens can be added without changing this one."""

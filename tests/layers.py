@@ -13,6 +13,7 @@ PLACES = (
     *(
         "scheduling",
         "engines",
+        "workers",
         "rewards",
         "data",
         "environments",

@@ -240,7 +240,7 @@ def overtaken(record: dict[str, Any]) -> list[list[Any]]:
 def read_folder(folder: Path) -> dict[str, Any]:
     """What a run has written: completions, what ran when (counted in steps), names of files."""
     traces, tables = Traces(folder / "traces"), {}
-    for name in ("spans", "steps", "updates"):
+    for name in ("spans", "steps"):
         columns = traces.table(name).to_pydict()
         kept = {k: v for k, v in sorted(columns.items()) if k not in ("start", "end", "seconds")}
         if kept:

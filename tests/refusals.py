@@ -17,6 +17,7 @@ import pytest
 import torch
 from character_tokenizer import make_tokenizer
 from lightning.pytorch.callbacks import BackboneFinetuning
+from lit_rlsched.scheduling.in_flight_updates import InFlight
 from torch import nn
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -37,10 +38,8 @@ from lit_rlsched.rewards.functions import check_countdown_row, check_reasoning_g
 from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
-from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner
-from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -495,17 +494,10 @@ SCHEDULING = [
     bad(LogNormalLengths, r"`LogNormalLengths\(sig.* use 0 or more", sigma=-0.1),
     bad(Oracle, "does not name the request of each length", {}),
     bad(Oracle, "does not name the request of each length", [5, 6]),
-    bad(TensorParallelPlanner, "must be a power of two", size=3, maximum=8),
-    *each(TensorParallelPlanner, "must be a power of two", maximum=(6, 2.0), size=1),
-    bad(TensorParallelPlanner, "must be a power of two", minimum=0, size=1, maximum=2),
-    bad(TensorParallelPlanner, "of 4 is not within minimum=1 and maximum=2", 4, 2),
-    bad(TensorParallelPlanner, "of 1 is not within minimum=2", 1, 4, 2),
     *each(partial(plan_makespan, [1], 1), "use more than 0", epsilon=(0, -0.1, NAN)),
     bad(plan_makespan, "`slots=0`: use 1 or more", [1], 0),
-    bad(longest_first, "`slots=-1`: use 1 or more", [1], -1),
     bad(lower_bound, "`slots=0`: use 1 or more", [1], 0),
     bad(plan_makespan, r"`lengths\[1\]=-2`: use a finite", [1, -2], 1),
-    bad(longest_first, r"`lengths\[0\]=nan`", [NAN], 1),
     bad(lower_bound, r"`lengths\[1\]=inf`", [1, INF], 1),
     unnamed(plan_makespan, r"`loads\[1\]=-1`", [1], 2, loads=[0, -1]),
     unnamed(plan_makespan, "`loads` has 1 values for 2 slots: give one", [1], 2, loads=[0]),

@@ -109,19 +109,25 @@ class DyingIO(AtomicCheckpointIO):
 
 
 class Spans(RolloutCallback):
-    """The policy versions of every completion, kept in the checkpoint."""
+    """The groups, and what became of every completion, kept in the checkpoint."""
 
     def __init__(self):
-        self.spans = []
+        self.spans, self.groups = [], []
 
     def on_round_end(self, trainer, pl_module, round):
         self.spans.extend(len(c.segments) for c in round.completions)
+        for group in round.groups:
+            ends = [
+                (c.drawn, [*(c.scores or ())], c.dropped or c.finish_reason, [*c.segments])
+                for c in group.completions
+            ]
+            self.groups.append((group.id, round.ordinal, round.version, group.deferred, ends))
 
     def state_dict(self):
-        return {"spans": self.spans}
+        return {"spans": self.spans, "groups": self.groups}
 
     def load_state_dict(self, state_dict):
-        self.spans = state_dict["spans"]
+        self.spans, self.groups = [*state_dict["spans"]], [*state_dict["groups"]]
 
 
 class Rows(RolloutLogger):
@@ -246,10 +252,10 @@ def main(folder, engine, model, name, place, stops):
         "validations": history.figures if stops else [],
         "record": [
             [{k: row.get(k) for k in ("round", "step", *CURVES[:-1])} for row in record.rounds],
-            [*record.prompts],
+            spans.groups,
             record.validations if stops else [],
         ],
-        "uids": [row["id"] for row in record.prompts],
+        "uids": [group[0] for group in spans.groups],
         "spans": spans.spans,
         "columns": sorted(json.loads(rows.splitlines()[-1])),
         "predictor": state_hash(prediction.state_dict()),

@@ -68,8 +68,6 @@ class Case:
     """One in so many completions has a log-prob that is not finite."""
     stops: bool = False
     """Scores are 0 or 1, and a group stops once it has both."""
-    drains: bool = False
-    """Slots that a round leaves free begin the next one."""
 
     @property
     def rule(self):
@@ -228,8 +226,6 @@ class Run:
         """Completions and the versions of their drafts, by how often they were verified."""
         self.kept: dict[tuple, int] = {}
         """Tokens of a completion that its verification under a version left."""
-        self.begun: set[tuple] = set()
-        """Drafts of free slots, as in `verified`."""
         self.session = RolloutSession(
             EnginePool(self.engines) if case.engines > 1 else self.engines[0],
             EngineSpec("", case.slots * case.engines, 8 + case.limit, (1,), device=None),
@@ -294,16 +290,11 @@ class Run:
         hooks.planned = lambda groups: plan.extend(group.copy() for group in groups)
         hooks.verify, hooks.is_replaced, hooks.advanced = self.verify, self.is_useless, advanced
         stop = Stop(Selection(2, reward_range=(0.0, 1.0)), [1.0])
-        hooks.stop, hooks.drafts_next = stop if case.stops else None, "cut" if case.drains else None
+        hooks.stop = stop if case.stops else None
         hooks.max_num_gen_batches = 3 if case.useless else 1
         drawn = self.runner.run(self.session, self.rule, self.version, self.version, hooks)
         assert self.idle
         metrics = drawn.metrics | self.runner.commit(drawn)
-        if drawn.following is not None:
-            for sample in drawn.following.samples:
-                if (draft := sample.completion.draft) is not None:
-                    assert draft.versions == (self.version,)
-                    self.begun.add((sample.group.id, sample.completion.index, draft.versions))
         self.version += 1
         harvest, planned = drawn.harvest, [g.id for g in drawn.planned]
         one = Drawn(
@@ -341,12 +332,6 @@ class Run:
         other.version, other.kept = self.version, self.kept
         other.runner.load_state_dict(state, other.prompts.__getitem__)
         return other
-
-    @property
-    def waiting(self):
-        """Drafts of the pool, as in `verified`."""
-        samples = ((g, c) for g in self.pool for c in g.completions if c.draft)
-        return {(g.id, c.index, c.draft.versions) for g, c in samples}
 
     @property
     def idle(self):

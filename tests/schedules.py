@@ -95,23 +95,24 @@ SCHEDULES: dict[str, Schedule] = {
     "streamed": Schedule(
         lambda: [c.StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
     ),
-    # A window of prompts, and before it what each of its settings takes the place of.
-    "drain": Schedule(lambda: [c.DrainFilling(), c.MicroGroupSampling(slots=7)], **TAILS),
+    # A window of prompts, with as many slots as what its settings take the place of had.
     "window": Schedule(
-        lambda: [c.RolloutWindow(prompts_in_flight=4), c.MicroGroupSampling(slots=7)], **TAILS
+        lambda: [c.RolloutWindow(prompts_in_flight=4), c.MicroGroupSampling(slots=6)], **TAILS
     ),
-    "drain_streamed": Schedule(lambda: [c.DrainFilling(), c.StreamedTraining(start=0)], **STREAMED),
     "window_streamed": Schedule(
         lambda: [c.RolloutWindow(prompts_in_flight=4), c.StreamedTraining(start=0)], **STREAMED
     ),
-    "tail_deferring": Schedule(lambda: [c.TailBatching(2.0, max_deferrals=8)], **TAILS),
     "window_unbounded": Schedule(
-        lambda: [c.RolloutWindow(prompts_in_flight=4, overtake=1000)], **TAILS
+        lambda: [
+            c.RolloutWindow(prompts_in_flight=4, overtake=1000),
+            c.MicroGroupSampling(slots=12),
+        ],
+        **TAILS,
     ),
-    "ahead": Schedule(lambda: [c.AheadRollout("importance")], **BESIDE),
     "async_one_off": Schedule(lambda: [c.AsyncRollout(1, 2, "wait")], **BESIDE),
-    "in_flight": Schedule(lambda: [c.InFlightUpdates(max_staleness=2, turns=10**6)], **BESIDE),
-    "async_waiting": Schedule(lambda: [c.AsyncRollout(2, too_old="wait")], **BESIDE),
+    "async_waiting": Schedule(
+        lambda: [c.AsyncRollout(2, too_old="wait"), c.MicroGroupSampling(slots=9)], **BESIDE
+    ),
     "window_default": Schedule(
         lambda: [c.RolloutWindow(), c.StreamedTraining(start=0)], **STREAMED
     ),
@@ -198,18 +199,9 @@ RESUMED: dict[str, Schedule] = {
     "on_policy": Schedule(SCHEDULES["sorted_on_policy"].callbacks, LONG),
     "partial": Schedule(SCHEDULES["sorted_partial"].callbacks, LONG),
     "tail": Schedule(SCHEDULES["tail_completions"].callbacks, LONG),
-    "drafts": Schedule(
-        lambda: [
-            c.TailBatching(completion_ratio=1.25, reuse_drafts=True),
-            c.MicroGroupSampling(slots=7),
-        ],
-        LONG,
-    ),
-    "drain": Schedule(
-        lambda: [c.TailBatching(1.5), c.DrainFilling(), c.MicroGroupSampling(slots=7)], LONG
-    ),
-    "losers go on": Schedule(
-        lambda: [c.TailBatching(2.0, max_deferrals=2), c.MicroGroupSampling(slots=7)], LONG
+    "window": Schedule(lambda: [c.RolloutWindow(), c.MicroGroupSampling(slots=7)], LONG),
+    "window overtaking": Schedule(
+        lambda: [c.RolloutWindow(4, overtake=1), c.MicroGroupSampling(slots=7)], LONG | TWO_STEPS
     ),
     "selected": Schedule(
         lambda: [
@@ -222,16 +214,15 @@ RESUMED: dict[str, Schedule] = {
     "streamed": Schedule(
         lambda: [c.TailBatching(), c.StreamedTraining(start=0)], LONG, own_process=True
     ),
-    "ahead": Schedule(lambda: [c.AheadRollout()], LONG | TWO_STEPS, own_process=True),
-    "ahead importance": Schedule(
-        lambda: [c.AheadRollout("importance")], LONG | TWO_STEPS, own_process=True
-    ),
-    "ahead streamed": Schedule(
-        lambda: [c.AheadRollout(), c.StreamedTraining(start=0)],
+    "window streamed": Schedule(
+        lambda: [c.RolloutWindow(), c.StreamedTraining(start=0)],
         LONG | {"num_iterations": 2, "micro_batch_tokens": 64},
         own_process=True,
     ),
-    "in flight": Schedule(lambda: [c.InFlightUpdates(turns=6)], LONG | TWO_STEPS, own_process=True),
+    "async": Schedule(lambda: [c.AsyncRollout()], LONG | TWO_STEPS, own_process=True),
+    "async waiting": Schedule(
+        lambda: [c.AsyncRollout(2, too_old="wait")], LONG | TWO_STEPS, own_process=True
+    ),
 }
 """Of eight optimizer steps, where the Trainer is not given another number."""
 

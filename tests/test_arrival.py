@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lit_rlsched.ranks import TeamWatch
-from lit_rlsched.run import arrival
+from lit_rlsched.run import same_ranks
 from lit_rlsched.settings import UsageError
 
 
@@ -41,7 +41,7 @@ def leader():
 
 def test_why_rank_0_cannot_be_reached(leader):
     def why(**place):
-        return arrival._Waiting(trainer(**place)).obstacle()
+        return same_ranks._Waiting(trainer(**place)).obstacle()
 
     assert why(port=leader) is None
     assert "nothing answers at 127.0.0.1:1 (" in why(port=1)
@@ -52,8 +52,8 @@ def test_why_rank_0_cannot_be_reached(leader):
 
 def test_it_says_every_thirty_seconds_why_it_waits(monkeypatch, capsys, leader):
     seconds = 0.0
-    monkeypatch.setattr(arrival, "time", SimpleNamespace(monotonic=lambda: seconds))
-    waiting = arrival._Waiting(trainer(port=leader, limit=100.0))
+    monkeypatch.setattr(same_ranks, "time", SimpleNamespace(monotonic=lambda: seconds))
+    waiting = same_ranks._Waiting(trainer(port=leader, limit=100.0))
     told = []
     for seconds in range(0, 125, 5):  # noqa: B007  # the clock
         told.append(waiting.overdue("why") if waiting.is_due else None)
@@ -69,9 +69,9 @@ def test_it_says_every_thirty_seconds_why_it_waits(monkeypatch, capsys, leader):
 
 
 def test_the_limit_is_that_of_the_strategy(monkeypatch):
-    monkeypatch.setattr(arrival, "SLOW", 0.1)
+    monkeypatch.setattr(same_ranks, "SLOW", 0.1)
     with pytest.raises(UsageError, match=r"nothing answers at 127\.0\.0\.1:1 "):
-        arrival.await_ranks(trainer(limit=0.5))
+        same_ranks.await_ranks(trainer(limit=0.5))
 
 
 def test_a_port_that_another_run_has(monkeypatch, leader):
@@ -79,32 +79,32 @@ def test_a_port_that_another_run_has(monkeypatch, leader):
     with pytest.raises(
         UsageError, match=rf"`MASTER_PORT={leader}` cannot be opened on \S+ \(.*in u"
     ):
-        arrival.await_ranks(first)
+        same_ranks.await_ranks(first)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun has it, for this run
-    monkeypatch.setattr(arrival._Waiting, "watch", lambda self, is_over: None)
-    arrival.await_ranks(first)
+    monkeypatch.setattr(same_ranks._Waiting, "watch", lambda self, is_over: None)
+    same_ranks.await_ranks(first)
 
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_waits_in_vain_ends(monkeypatch, leader, comes):
     ended, team = threading.Event(), object()
-    monkeypatch.setattr(arrival, "SLOW", 0.1)
-    monkeypatch.setattr(arrival, "_RETRY", 0.05)
+    monkeypatch.setattr(same_ranks, "SLOW", 0.1)
+    monkeypatch.setattr(same_ranks, "_RETRY", 0.05)
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     monkeypatch.setattr(
-        arrival, "DistributedTeam", lambda: team if comes else ended.wait(20) and team
+        same_ranks, "DistributedTeam", lambda: team if comes else ended.wait(20) and team
     )
-    assert arrival.make_team(trainer(port=leader, rank=0, limit=0.3)) is team
+    assert same_ranks.make_team(trainer(port=leader, rank=0, limit=0.3)) is team
     if comes:
         time.sleep(0.6)
     assert ended.is_set() != comes
 
 
 def test_one_machine_and_a_group_that_is_there_wait_for_nobody(monkeypatch):
-    monkeypatch.setattr(arrival, "_Waiting", lambda trainer: pytest.fail("waits"))
-    arrival.await_ranks(trainer(nodes=1))
-    monkeypatch.setattr(arrival.dist, "is_initialized", lambda: True)
-    arrival.await_ranks(trainer())
+    monkeypatch.setattr(same_ranks, "_Waiting", lambda trainer: pytest.fail("waits"))
+    same_ranks.await_ranks(trainer(nodes=1))
+    monkeypatch.setattr(same_ranks.dist, "is_initialized", lambda: True)
+    same_ranks.await_ranks(trainer())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])

@@ -25,10 +25,11 @@ from lit_rlsched.run.saving.checkpoints import (
     CheckpointError,
     inspect_checkpoint,
     read_checkpoint,
+    remove_checkpoint,
+    replace_folder,
 )
 from lit_rlsched.run.saving.resuming import FORMAT
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint, replace_folder
 from lit_rlsched.settings import UsageError
 
 PLACES = ("write", "fsync", "replace", "end")

@@ -21,11 +21,10 @@ from schedules import LONG, RESUMED, SETTINGS, TWO_STEPS, Schedule
 from lit_rlsched import RolloutDataModule
 from lit_rlsched.callbacks import (
     DownSampling,
-    DrainFilling,
     DynamicSampling,
-    InFlightUpdates,
     LengthPrediction,
     MicroGroupSampling,
+    RolloutWindow,
     SortedBatching,
     TailBatching,
 )
@@ -55,25 +54,23 @@ SCHEDULES = {
         RESUMED["streamed"].callbacks,
         LONG | {"prompts_per_round": 4},  # so that most rounds stream
     ),
-    "verified": Schedule(lambda: [SortedBatching(3, mode="verified", oversubscribe=2.0)], LONG),
     "partial with a limit": Schedule(lambda: [SortedBatching(4, None, "partial", 2)], LONG),
     "domains": Schedule(lambda: [TailBatching(1.5, per_domain={"a": 0.5, "b": 0.5})], LONG),
-    "in flight, verified": Schedule(
-        lambda: [InFlightUpdates(turns=6, too_old="verify")], LONG | TWO_STEPS
+    "window of few slots": Schedule(
+        lambda: [RolloutWindow(9), MicroGroupSampling(slots=4)],
+        LONG | TWO_STEPS | {"prompts_per_round": 4},
     ),
-    "drain of whole rounds": Schedule(
-        lambda: [DrainFilling(), MicroGroupSampling(slots=4)],
-        LONG | {"prompts_per_round": 6},
-    ),
-    "drain of sorted pools": Schedule(lambda: [SortedBatching(2), DrainFilling()], LONG),
-    "drafts, replaced and selected": Schedule(
+    "window, replaced and stopped early": Schedule(
         lambda: [
-            TailBatching(1.5, reuse_drafts=True),
-            DownSampling(3),
+            RolloutWindow(),
+            DownSampling(3, early_stop=True),
             DynamicSampling(),
             MicroGroupSampling(slots=7),
         ],
         LONG | {"num_generations": 6},
+    ),
+    "window in any order": Schedule(
+        lambda: [RolloutWindow(8, overtake=9), MicroGroupSampling(slots=7)], LONG
     ),
     "completions alone": Schedule(
         lambda: [SortedBatching(3, mode="partial"), MicroGroupSampling(slots=7)],
@@ -93,21 +90,11 @@ class Coin(Unscored):
     """Half of the completions get 1, the others 0."""
 
     names = ("coin",)
-    kept_ahead = 0
-    scores_ahead = False
-    scores_drafts = True
 
     def poll(self):
         for group, completion in super().poll():
-            self.toss(completion)
+            completion.scores = [float(sum(completion.token_ids) % 2)]
             yield group, completion
-
-    def toss(self, completion):
-        completion.scores = [float(sum(completion.token_ids) % 2)]
-
-    def score_drafts(self, samples, heed):
-        for sample in samples:
-            self.toss(sample.completion)
 
 
 class SomeDrafts(Drafts):
@@ -118,8 +105,6 @@ class SomeDrafts(Drafts):
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
             draft, completion.draft = completion.draft, None
             audit.tokens += len(draft.token_ids)
-            if not self._knows(draft):
-                continue
             assert all(self.weights[v]["weight"].item() == v for v in draft.versions)
             kept = 1 + stable_hash(group.id, completion.index, version) % len(draft.token_ids)
             ids = completion.token_ids = [*draft.token_ids[:kept]]
@@ -142,8 +127,6 @@ class Module(PlainLearner):
     """Notes what it is trained on, in place of gradients, and counts what happens."""
 
     automatic_optimization = False
-    verifies_drafts = True
-    kept = cut = 0
     hparams = {}
 
     def __init__(self, needs_group, event):
@@ -159,13 +142,6 @@ class Module(PlainLearner):
             self.gradients = []
         for batch in step:
             self._event()
-            batch.verify(batch.rollout_logp - 0.02)
-            if batch._accepts is not None:
-                kept = int(batch.completion_mask.any(dim=1).sum())
-                Module.kept, Module.cut = (
-                    Module.kept + kept,
-                    Module.cut + len(batch.advantages) - kept,
-                )
             public = {name: value for name, value in vars(batch).items() if name[0] != "_"}
             self.gradients.append(state_hash(public))
 
@@ -244,7 +220,7 @@ class Run:
             engine,
             EngineSpec("", slots, 100, (1,)),
             Coin(),
-            lambda version, keep=False: engine.update_weights([], version) or {},
+            lambda version: engine.sync_weights([], version) or {},
             lambda: Admission(slots, order=order),
             seed=given.seed,
             lengths=schedule.lengths,
@@ -252,7 +228,6 @@ class Run:
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=partial(heed, trainer),
-            in_flight=schedule.in_flight,
         )
         run._started = True
 
@@ -353,15 +328,13 @@ def whole(name):
     return run.taken, run.end(), run.events
 
 
-@pytest.mark.mostly_slow("full", "partial", "ahead streamed", "drafts", "drain of whole rounds")
+@pytest.mark.mostly_slow("full", "partial", "window streamed", "async", "window of few slots")
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(data=st.data())
 def test_stopped_anywhere_and_resumed_equals_never_stopped(name, data):
     """By SIGTERM, and saved then, or killed, and resumed from the last checkpoint before."""
     taken, end, events = whole(name)
-    # with updates in flight, a checkpoint in the middle of a round changes what is drawn
-    signals = ["KILL"] if name.startswith("in flight") else ["KILL", "TERM"]
-    stops = st.tuples(st.sampled_from(signals), st.integers(1, events))
+    stops = st.tuples(st.sampled_from(["KILL", "TERM"]), st.integers(1, events))
     run, steps = Run(name), []
     for signal, event in data.draw(st.lists(stops, min_size=1, max_size=3)):
         if run.fit(event):
@@ -374,4 +347,3 @@ def test_stopped_anywhere_and_resumed_equals_never_stopped(name, data):
     run.fit()
     assert [*steps, *run.taken] == taken
     assert run.end() == end
-    assert name != "ahead streamed" or (Module.kept > 0 and Module.cut > 0), "one pass verified"

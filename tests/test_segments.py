@@ -57,18 +57,6 @@ def test_masks_and_lengths_follow_from_the_segments(turns):
     assert StepTotals(1, 1, version=5).trained(completion) == (authors == 5).sum()
 
 
-@given(TURNS)
-def test_a_draft_ends_where_an_environment_has_spoken(turns):
-    completion, authors = completion_of(turns)
-    ids = [*completion.token_ids]
-    completion.put_off()
-    draft = completion.draft
-    replies = np.flatnonzero(authors == ENVIRONMENT)
-    assert [*draft.token_ids] == ids[: replies[0] if len(replies) else None]
-    assert ENVIRONMENT not in draft.versions
-    assert sum(n for _, n in draft.segments) == len(draft.token_ids) == len(draft.logprobs)
-
-
 @every_loss
 def test_tokens_of_an_environment_have_no_gradient(loss_type):
     batch = random_batch()

@@ -20,6 +20,7 @@ from trl_worlds import Words
 
 from lit_rlsched import trl as ours
 from lit_rlsched.callbacks import RoundCheckpoint
+from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving import export
 from lit_rlsched.settings import UsageError, trl_names
 
@@ -144,9 +145,13 @@ def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
         setattr(args, name, value)
     made = trainer(COUNTDOWN, lambda **_: [0.0], args, [{"prompt": "1"}] * 9, tool_timeout=3.0)
     found = {**made.datamodule.hparams, **made.module.hparams}
+    renamed = {"max_grad_norm": "gradient_clip_val", "shuffle_dataset": "shuffle"}
     for name, value in {**given, **more}.items():
-        assert found[ours._RENAMED.get(name, name)] == value, name
-    assert {*given, *more} >= {*ours._OF_MODULE, *ours._OF_DATA}
+        assert found[renamed.get(name, name)] == value, name
+    passed_on = {name for owner in ("data", "model") for name in ours._ours(args, owner)}
+    elsewhere = {"min_p", "val_num_generations", "prompts_per_round", "steps_per_round"}
+    elsewhere |= {"importance_sampling_clip_max", "max_tool_calling_iterations"}
+    assert passed_on - elsewhere <= {renamed.get(name, name) for name in (*given, *more)}
     assert found["betas"] == (0.9, 0.5) and found["importance_sampling_mode"] is None
     assert found["min_p"] == 0.1 and found["val_num_generations"] == 3
     assert found["tool_timeout"] == 3.0
@@ -382,7 +387,14 @@ def test_a_trainer_has_what_scripts_read_of_trls(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "prompts"), [(5, 2), (4, 2), (7, 3)])
-def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path):
+def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path, monkeypatch):
+    drawn, add = [], RunRecord.add_round
+
+    def note(record, round):
+        drawn.extend(int(group.prompt.uid) for group in round.groups)
+        add(record, round)
+
+    monkeypatch.setattr(RunRecord, "add_round", note)
     args = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_train_epochs": 2}
     args |= {"num_generations": 2, "max_completion_length": 1, "shuffle_dataset": False}
     args |= {"per_device_train_batch_size": 2 * prompts, "save_strategy": "no"}
@@ -390,7 +402,6 @@ def test_a_pass_ends_with_its_last_whole_rollout(rows, prompts, tmp_path):
     trainer = ours.GRPOTrainer(COUNTDOWN, length, ours.GRPOConfig(**args), data)
     trainer.train()
     sampler = RepeatSampler(data, mini_repeat_count=1, batch_size=prompts, shuffle=False)
-    drawn = [int(prompt["uid"]) for prompt in trainer.datamodule.run.record.prompts]
     assert drawn == [*sampler, *sampler]
     assert trainer.state.epoch == 2.0 and trainer.state.global_step == rows // prompts * 2
 

@@ -3,19 +3,16 @@
 Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simulation`, `run`.
 """
 
-from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
-from lit_rlsched.callbacks.ahead_rollout import AheadRollout
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
-from lit_rlsched.callbacks.drain_filling import DrainFilling
 from lit_rlsched.callbacks.export_model import ExportModel
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
-from lit_rlsched.callbacks.length_prediction import LengthPrediction
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
-from lit_rlsched.callbacks.parallelism_planner import ParallelismPlanner
+from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
+from lit_rlsched.callbacks.rollpacker import AdaptiveTimeouts, ParallelismPlanner
 from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
@@ -23,13 +20,11 @@ from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
     "AdaptiveTimeouts",
-    "AheadRollout",
+    "AsyncRollout",
     "CompletionWriter",
     "DownSampling",
-    "DrainFilling",
     "DynamicSampling",
     "ExportModel",
-    "InFlightUpdates",
     "LengthPrediction",
     "MicroGroupSampling",
     "ParallelismPlanner",
@@ -37,6 +32,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutLogger",
     "RolloutProgressBar",
+    "RolloutWindow",
     "RoundCheckpoint",
     "SortedBatching",
     "StreamedTraining",

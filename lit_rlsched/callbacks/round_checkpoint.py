@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import is_requeued, settle_progress
+from lit_rlsched.run.saving.checkpoints import remove_checkpoint
 from lit_rlsched.run.saving.run_folder import folder_of
-from lit_rlsched.run.saving.sharded_checkpoints import remove_checkpoint
 from lit_rlsched.settings import RemembersInit
 
 

@@ -15,8 +15,7 @@ class SortedBatching(RolloutCallback):
 
     Bias: an update sees prompts of similar length. In `on_policy` mode a long completion may be
     discarded and be short when it is drawn again; `pool/trained_over_drawn_length` understates
-    this. In `verified` mode a pool has one draw of each completion, as the newest policy would draw
-    it. In `partial` mode tokens come from several policies (`staleness/*`), with clipped ratios;
+    this. In `partial` mode tokens come from several policies (`staleness/*`), with clipped ratios;
     every completion that was begun is trained on, unless `max_staleness` discards it.
 
     See `docs/explanation/sorted_rl.md`.
@@ -26,9 +25,8 @@ class SortedBatching(RolloutCallback):
             default `update_prompts`, the run equals the synchronous one bit for bit.
         update_prompts: Prompts of an update; by default `prompts_per_round`. The last update of a
             pool has what is left.
-        mode: `on_policy` discards unfinished completions. `verified` keeps what the newest policy
-            would have drawn of them, for a forward pass and a copy of the trainable weights of each
-            version that has drafts. `partial` keeps all, with log-probs and versions.
+        mode: `on_policy` discards unfinished completions, `partial` keeps them, with log-probs and
+            versions. `RolloutWindow` keeps what the newest policy would have drawn of them.
         max_staleness: For `mode="partial"`: maximum age of a trained token in policy versions
             (optimizer steps); older completions are drawn again. By default the pool is the only
             limit: in a pool of n updates tokens are at most n - 1 updates old.
@@ -62,11 +60,7 @@ class SortedBatching(RolloutCallback):
 
     def describe(self) -> str:
         """Return the settings in words."""
-        others = {
-            "on_policy": "are drawn again",
-            "verified": "are verified and go on",
-            "partial": "go on",
-        }[self.settings.mode]
+        others = {"on_policy": "are drawn again", "partial": "go on"}[self.settings.mode]
         return (
             f"{self.settings.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
             f"update's worth of them is ready; the others {others} under the new weights"
@@ -79,9 +73,7 @@ class SortedBatching(RolloutCallback):
         sizes = facts.settings.prompts_per_round, facts.settings.num_generations
         schedule.rule = self.settings.rule(*sizes, unit)
         schedule.mask_stale_tokens = self.settings.mask_stale_tokens
-        who = f"`SortedBatching(mode={self.settings.mode!r})`"
         if self.settings.mode == "partial":
+            who = f"`SortedBatching(mode={self.settings.mode!r})`"
             schedule.compares_logprobs[who] = "tokens are trained against"
             schedule.trains_on_stale = who
-        elif self.settings.mode == "verified":
-            schedule.compares_logprobs[who] = "drafts are verified by"

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
+from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
-from lit_rlsched.callbacks.in_flight_updates import InFlightUpdates
-from lit_rlsched.callbacks.length_prediction import LengthPrediction
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
+from lit_rlsched.callbacks.rollout_window import RolloutWindow
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
 from lit_rlsched.callbacks.streamed_training import StreamedTraining
 from lit_rlsched.callbacks.tail_batching import TailBatching
@@ -102,7 +102,9 @@ def options(num_generations: int) -> list[Option]:
         (SortedBatching, {"mode": "partial"}),
         (SortedBatching, {"mode": "on_policy"}),
         (TailBatching, {}),
-        (InFlightUpdates, {}),
+        (RolloutWindow, {}),
+        (RolloutWindow, {"overtake": 2}),
+        (AsyncRollout, {}),
         (StreamedTraining, {}),
     ]
     if num_generations > 2:
@@ -137,14 +139,6 @@ def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
                 yield found
 
 
-def wanted_of(constraints: Sequence[str]) -> dict[str, float]:
-    """Return constraints as `Simulated.refused` takes them."""
-    for name in constraints:
-        if name not in CONSTRAINTS:
-            raise UsageError(f"The constraint {name!r} is none of {', '.join(CONSTRAINTS)}.")
-    return dict.fromkeys(constraints, 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """A schedule and its simulation."""
@@ -156,7 +150,7 @@ class Simulated:
     """`None`: a peer's."""
 
     def refused(self, wanted: Mapping[str, float]) -> bool:
-        """Whether it breaks one of the constraints."""
+        """Whether it breaks one of the constraints: `CONSTRAINTS`, or the tokens of `memory`."""
         outcome = self.outcome
         biased = self.schedule.selection is not None or abs(outcome.length_bias - 1) > BIASED
         return (

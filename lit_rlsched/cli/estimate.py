@@ -45,7 +45,6 @@ ADVICE = {
     "key-value cache": "fewer slots or a `memory_budget` (`MicroGroupSampling`), a shorter "
     "`max_completion_length`, or on a GPU a lower `gpu_memory_utilization`",
     "activations": "`gradient_checkpointing: true`, or a smaller `micro_batch_tokens`",
-    "passes at their peak": "a smaller `micro_batch_tokens`, or `lora_rank`",
 }
 """What reduces an item."""
 NOT_COUNTED = {
@@ -195,7 +194,7 @@ class PlannedRun:
         if capacity is not None:  # as it is known once the engine has started
             engine.kv_capacity = capacity
             self.slots = len(engine.engines) * startup.admission(self.spec).slots
-        self.engine = replace(held, stays=True, asleep=0) if self.schedule.draws_beside else held
+        self.engine = replace(held, stays=True, asleep=0) if self.schedule.ahead else held
 
     @property
     def most_prompts(self) -> int:
@@ -258,11 +257,11 @@ class PlannedRun:
             gathered = storage_bytes(policy.parameters()) - sum(layers) + 3 * max(layers, default=0)
             how = "embedding, LM head and two layers, with the gradient of one"
             yield Item("gathered weights", gathered * streams, gathered, how)
-        if schedule.verifies_drafts:
+        if schedule.rule.verifies_from is not None:
             rule = schedule.rule
-            copies = 1 + (rule.max_staleness or 0) * (rule.verifies_from is not None)
+            size = trained * (1 + (rule.max_staleness or 0))
             how = "the trained ones of each version that has drawn drafts"
-            yield Item("weights of the drafts", *[copies * trained] * 2, how, "main memory")
+            yield Item("weights of the drafts", size, size, how, "main memory")
 
     def _of_the_passes(self) -> Iterator[Item]:
         """Run the passes of a micro-batch on fake tensors."""
@@ -278,7 +277,7 @@ class PlannedRun:
         if self.module.hparams["gradient_checkpointing"]:
             how += ", the input of each layer alone"
         yield Item("activations", kept * streams, kept, how)
-        how = "measured: log-probs, and gradients of activations"
+        how = "measured: log-probs and gradients of activations"
         yield Item("passes at their peak", (live.peak - kept) * streams, live.peak - kept, how)
 
     def _of_the_engine(self) -> Iterator[Item]:
@@ -286,8 +285,8 @@ class PlannedRun:
         place: Place = "engine" if held.apart else "trainer"
         yield Item("engine weights", held.weights, stays * held.weights, held.how_weights, place)
         yield Item("key-value cache", held.cache, stays * held.cache, held.how_cache, place)
-        handed = [held.handed_over] * 2
-        yield Item("weights handed over", *handed, "to the engine's process", "main memory")
+        handed = held.handed_over
+        yield Item("weights handed over", handed, handed, "to the engine's process", "main memory")
         yield Item("sleeping weights", 0, held.asleep, "of vLLM, in the update", "main memory")
 
 

@@ -89,7 +89,7 @@ def parser_of(name: str) -> Parser:
     function, own = COMMANDS[name]()[0], _OWN.get(name, {})
     parser = Parser(prog=f"lit-rlsched {name}", description=str(function.__doc__).split("\n")[0])
     parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
-    skip = {argument.strip("-") for argument in own}
+    skip: set[str | int] = {argument.strip("-") for argument in own}
     parser.add_function_arguments(function, as_group=False, fail_untyped=False, skip=skip)
     for argument, settings in own.items():
         parser.add_argument(argument, **settings)

@@ -48,7 +48,7 @@ def of_command(schema: Node, command: str, topic: str) -> str:
     """Return the help of a command."""
     about = schema["x-commands"][command]
     kinds = [kind for node in schema["$defs"].values() for kind in node.get("anyOf", ())]
-    classes = {names[0]: kind for kind in kinds if (names := class_names(kind))}
+    classes = {paths[0]: kind for kind in kinds if (paths := class_names(kind))}
     topics = [*GROUPS, *classes] if about["run"] else []
     if topic in GROUPS and about["run"]:
         return "\n".join(_group(schema, topic))

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.callbacks.micro_group_sampling import MicroGroupSampling
+from lit_rlsched.callbacks.infinite_sampling import MicroGroupSampling
 from lit_rlsched.callbacks.what_if import (
     ALTERNATIVES,
+    CONSTRAINTS,
     PLAIN,
     WARM_UP,
     Candidate,
@@ -22,7 +23,6 @@ from lit_rlsched.callbacks.what_if import (
     named,
     own_schedule,
     recommended,
-    wanted_of,
 )
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
@@ -39,6 +39,11 @@ from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
 
 LOGNORMAL = ("median", "sigma", "between")
+SIZES = (
+    *("slots", "engines", "ranks"),
+    *("prompts_per_round", "num_generations", "max_completion_length"),
+)
+"""What `simulate` takes from a run, unless it is given."""
 
 
 def calibrate(run: str) -> str:
@@ -134,25 +139,18 @@ def simulate(
         slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
             of their own, 2 if they share them. By default what the trace shows, or 1.
         rank_correlation: How well lengths are predicted, from 0 to 1.
-        accepted: Share of drafts that the next policy accepts whole.
+        accepted: Share of drafts that the next policy accepts whole; of older ones, for each round.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
         overlay: File for the configuration of the recommended schedule.
     """
-    check_ranges("simulate", locals())
+    sizes = dict(locals())
+    check_ranges("simulate", sizes)
     if trace is None and lengths is None:
         raise UsageError(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
             "`--lengths lognormal:median=400,sigma=1`."
         )
-    sizes = {
-        "slots": slots,
-        "engines": engines,
-        "ranks": ranks,
-        "prompts_per_round": prompts_per_round,
-        "num_generations": num_generations,
-        "max_completion_length": max_completion_length,
-    }
-    given = {name: value for name, value in sizes.items() if value is not None}
+    given = {name: sizes[name] for name in SIZES if sizes[name] is not None}
     traces = None if trace is None else Traces(trace)
     if traces is not None:
         traces.check()
@@ -184,10 +182,12 @@ def simulate(
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
     under = f" under {', '.join(names)}" if names else ""
+    where = "" if own is not None else " Its own schedule is not simulated."
+    of_run = f"Measured: {three_digits(took or 0)} s a round, the median of the newest.{where}"
     return "\n".join(
         [
             _told_setting(setting, trace),
-            *([] if took is None else [_told_measured(took, own)]),
+            *([] if took is None else [of_run]),
             *([] if traces is None else missing(about)),
             "",
             _table(first(rows, best), plain, wanted, own, took),
@@ -241,8 +241,10 @@ def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, flo
                     "from a run only. Give `--trace RUN`."
                 )
             wanted[name] = size / token_bytes
+        elif each in CONSTRAINTS:
+            wanted[each] = 1.0
         else:
-            wanted |= wanted_of([each])
+            raise UsageError(f"The constraint {each!r} is none of {', '.join(CONSTRAINTS)}.")
     return wanted
 
 
@@ -328,18 +330,6 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     )
 
 
-def _told_measured(seconds: float, own: Simulated | None) -> str:
-    """Say how long a round of the run has taken, and where it is in the table."""
-    where = "" if own is not None else " Its own schedule is not simulated."
-    return f"Measured: {three_digits(seconds)} s a round, the median of the newest.{where}"
-
-
-HEADER = (
-    *("seconds", "x", "steps", "idle", "discarded", "stale", "length", "cache"),
-    "schedule",
-)
-
-
 def _table(
     rows: Sequence[Simulated],
     plain: Outcome,
@@ -347,7 +337,7 @@ def _table(
     own: Simulated | None = None,
     took: float | None = None,
 ) -> str:
-    lines = ["{:>9} {:>6} {:>8} {:>6} {:>9} {:>6} {:>7} {:>9}  {}".format(*HEADER)]
+    lines = ["  seconds      x    steps   idle discarded  stale  length     cache  schedule"]
     for row in rows:
         of = row.outcome
         lines.append(

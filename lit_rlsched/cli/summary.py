@@ -27,17 +27,12 @@ class RunSummary(Callback):
         self._printed = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary before the untrained model is validated."""
-        self._print(trainer, pl_module)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary if there was no validation before training."""
-        self._print(trainer, pl_module)
-
-    def _print(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary, before the untrained model is validated if it is."""
         if trainer.state.fn == "fit" and trainer.is_global_zero and not self._printed:
             self._printed = True
             print(summary(trainer, pl_module), flush=True)
+
+    on_train_start = on_validation_start
 
 
 def summary(trainer: Trainer, module: LightningModule) -> str:
@@ -59,16 +54,11 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
 
 def _filled(label: str, text: str) -> str:
     """Return the text beside its label, in lines of `WIDTH` characters."""
-    indent = 12 * " "
-    wrapper = textwrap.TextWrapper(
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    indents = {"initial_indent": 12 * " ", "subsequent_indent": 12 * " "}
+    wrapper = textwrap.TextWrapper(WIDTH, **indents, **whole)  # type: ignore[arg-type]
     lines = "\n".join(wrapper.fill(line) for line in text.split("\n"))
-    return f"  {label:10}{lines.removeprefix(indent)}"
+    return f"  {label:10}{lines.lstrip()}"
 
 
 def _model(module: LightningModule, precision: str) -> str:

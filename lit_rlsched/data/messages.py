@@ -6,7 +6,7 @@
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +19,9 @@ NO_PROMPT = [{"role": "user", "content": ""}]
 _INSTEAD_OF_CONTENT = ("tool_calls", *THOUGHTS)
 """Keys that a message may have in place of a content."""
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+"""Columns that other trainers give to the model beside the prompt."""
 RESET = "`reset`"
 """Source of what an environment adds to a prompt."""
 _SHORTEST = 3
@@ -50,6 +53,67 @@ def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
         return row if type(row) is dict else {**row}
     return {**row, "prompt": [_message(*numbered) for numbered in enumerate(prompt)]}
+
+
+def check_prompt(columns: Collection[Any], at: str) -> None:
+    """Refuse a row without a prompt."""
+    if "prompt" not in columns:
+        raise UsageError(
+            f"{at} has no column `prompt`, or an empty one; its columns are "
+            f"{sorted(map(str, columns))}. Rename the one that holds the prompt."
+        )
+
+
+def check_row(row: Any, number: int, at: Callable[[int], str]) -> dict[str, Any]:
+    """Return a row with its messages normalized."""
+    text = row.get("prompt") if type(row) is dict else None
+    plain = type(text) is str and text and text.isascii() and not text.isspace()
+    if plain and _MEDIA.isdisjoint(row):
+        return row  # most rows: the checks below take four times as long
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
+    if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
+        raise UsageError(
+            f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
+            "without it. Leave such rows out. If the prompt does not need it, remove the column, "
+            "or rename it if a reward function does."
+        )
+    if (prompt := row.get("prompt")) is None:
+        return normalized(row)
+    chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
+    if not isinstance(prompt, str) and not chat:
+        raise UsageError(
+            f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
+            f"list of dicts with `role` and `content`: {str(prompt)[:80]!r}."
+        )
+    try:
+        row = normalized(row)
+    except ValueError as error:
+        raise UsageError(f"{at(number)} {error}") from None
+    if isinstance(prompt, str):
+        contents = [prompt.strip() and prompt]
+    else:
+        contents = [message["content"] for message in row["prompt"]]
+    if not any(contents) and prompt != NO_PROMPT:
+        raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
+    for content in contents:
+        # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"
+        if not content.isascii() and (found := _SURROGATE.search(content)) is not None:
+            raise UsageError(
+                f"{at(number)} has half of a surrogate pair in its `prompt` "
+                f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
+                "or drop the row."
+            )
+    return row
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a column of images and the like holds none."""
+    if isinstance(value, Mapping):  # `datasets` stores an image as bytes and path
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    return value is None or value == ""
 
 
 def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:

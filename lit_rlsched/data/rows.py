@@ -6,8 +6,7 @@ What libraries raise meanwhile becomes an error that names the data, row and col
 import hashlib
 import json
 import pickle
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lit_rlsched.data.messages import NO_PROMPT, normalized
+from lit_rlsched.data.messages import check_prompt, check_row
 from lit_rlsched.data.row_table import BATCH, Row, RowTable, digest, mapped, record_batch
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
@@ -28,9 +27,6 @@ Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 
 _FORMAT = "rows-5"
 """Changes when rows are stored in another way."""
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
-"""Columns that other trainers give to the model beside the prompt."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
     b"\xff\xfe": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
@@ -138,11 +134,12 @@ def _of_dataset(data: Any, name: str) -> RowTable:
         return _of_list([*each(data, at)], name)
     if not form["output_all_columns"] and {*form["columns"]} != {*data.column_names}:
         data = data.select_columns(form["columns"])
-    key = digest(_FORMAT, data._fingerprint, len(data))
+    written = [Path(file["filename"]).stat().st_mtime_ns for file in data.cache_files]
+    key = digest(_FORMAT, data._fingerprint, len(data), written)
     data = data.with_format(None)
-    data.data.validate(full=True)  # values outside a damaged file would end the process
 
     def batches() -> Iterator[pa.RecordBatch]:
+        data.data.validate(full=True)  # values outside a damaged file would end the process
         rows, first = each(data, lambda number: at(number) + _bad_column(data, number)), 0
         while some := [*islice(rows, BATCH)]:
             yield record_batch(_checked(some, name, first), first)
@@ -259,67 +256,6 @@ def _checked(rows: Sequence[Any], name: str, first: int = 0) -> list[Row]:
 
 def _at(name: str, number: int) -> str:
     return f"`{name}`, row {number} (the first is 0)"
-
-
-def check_prompt(columns: Collection[Any], at: str) -> None:
-    """Refuse a row without a prompt."""
-    if "prompt" not in columns:
-        raise UsageError(
-            f"{at} has no column `prompt`, or an empty one; its columns are "
-            f"{sorted(map(str, columns))}. Rename the one that holds the prompt."
-        )
-
-
-def check_row(row: Any, number: int, at: Callable[[int], str]) -> Row:
-    """Return a row with its messages normalized."""
-    text = row.get("prompt") if type(row) is dict else None
-    plain = type(text) is str and text and text.isascii() and not text.isspace()
-    if plain and _MEDIA.isdisjoint(row):
-        return row  # most rows: the checks below take four times as long
-    if not isinstance(row, Mapping):
-        raise UsageError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
-    if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
-        raise UsageError(
-            f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
-            "without it. Leave such rows out. If the prompt does not need it, remove the column, "
-            "or rename it if a reward function does."
-        )
-    if (prompt := row.get("prompt")) is None:
-        return normalized(row)
-    chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
-    if not isinstance(prompt, str) and not chat:
-        raise UsageError(
-            f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
-            f"list of dicts with `role` and `content`: {str(prompt)[:80]!r}."
-        )
-    try:
-        row = normalized(row)
-    except ValueError as error:
-        raise UsageError(f"{at(number)} {error}") from None
-    if isinstance(prompt, str):
-        contents = [prompt.strip() and prompt]
-    else:
-        contents = [message["content"] for message in row["prompt"]]
-    if not any(contents) and prompt != NO_PROMPT:
-        raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
-    for content in contents:
-        # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"
-        if not content.isascii() and (found := _SURROGATE.search(content)) is not None:
-            raise UsageError(
-                f"{at(number)} has half of a surrogate pair in its `prompt` "
-                f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
-                "or drop the row."
-            )
-    return row
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether a column of images and the like holds none."""
-    if isinstance(value, Mapping):  # `datasets` stores an image as bytes and path
-        return all(map(_is_empty, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
-    return value is None or value == ""
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from lit_rlsched.data.messages import columns_of, prompt_of
+from lit_rlsched.data.messages import check_prompt, check_row, columns_of, prompt_of
 from lit_rlsched.data.row_table import Row, UidIndex, fingerprint, other_columns, row_uid
-from lit_rlsched.data.rows import check_prompt, check_row, each, for_each, is_json
+from lit_rlsched.data.rows import each, for_each, is_json
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt, stable_hash
 
@@ -88,11 +88,7 @@ class PromptSource:
         return uid in self._indices
 
     def draw(self, n: int, besides: Collection[str] = ()) -> list[Draw]:
-        """Take the next `n` prompts, all different.
-
-        Args:
-            n: Number of prompts.
-            besides: Uids of prompts to skip.
+        """Take the next `n` prompts, all different, and none with a uid in `besides`.
 
         Raises:
             UsageError: there are fewer than `n` such prompts.
@@ -186,7 +182,8 @@ class DomainSource:
             positions: dict[str | None, list[int]] = {}
             for position, prompt in enumerate(prompts):
                 positions.setdefault(domain_of(prompt), []).append(position)
-            parts = {domain: _part(prompts, at) for domain, at in positions.items()}
+            subset = getattr(prompts, "subset", lambda at: [prompts[i] for i in at])
+            parts = {domain: subset(at) for domain, at in positions.items()}
         order = seed, shuffle, multiple
         self.sources = {d: PromptSource(part, *order) for d, part in parts.items()}
 
@@ -226,11 +223,6 @@ class DomainSource:
 def _names(domains: Iterable[str | None]) -> str:
     named = sorted(domain for domain in domains if domain is not None)
     return f"the domains {named}" if named else "one domain"
-
-
-def _part(prompts: Sequence[Prompt], positions: list[int]) -> Sequence[Prompt]:
-    subset: Callable[[list[int]], Sequence[Prompt]] | None = getattr(prompts, "subset", None)
-    return [prompts[position] for position in positions] if subset is None else subset(positions)
 
 
 @lru_cache(maxsize=4)

@@ -16,7 +16,7 @@ import cloudpickle
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.processes import die_with, hide_environment
+from lit_rlsched.processes import die_with
 from lit_rlsched.scheduling.admission import Admission
 
 
@@ -125,13 +125,6 @@ class Server:
         """Change the number of steps that it may make; a negative number takes some back."""
         self._allowed += steps
 
-    def suspend(self, keep: bool) -> None:
-        """Stop the worker, so that other weights can be loaded."""
-        assert self._worker is not None
-        self._ahead = 0
-        self._worker.suspend(keep)
-        self._send(None)
-
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
         assert self._worker is not None
@@ -164,7 +157,6 @@ def main(cores: str, connection: int, lifeline: int, parent: int) -> None:
     die_with(parent, lifeline)
     if cores and hasattr(os, "sched_setaffinity"):  # before torch counts the cores
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    hide_environment()  # reward workers could read it
     server, pipe = Server(), Connection(connection)
     # the trainer does not read while it computes: a full pipe must not block the engine
     threading.Thread(target=deliver, args=(server.outbox, pipe), daemon=True).start()

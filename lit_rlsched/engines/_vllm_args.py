@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Footprint, Sizes
-from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS
+from lit_rlsched.scheduling.admission import DEFAULT_SLOTS
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token, kv_heads
 

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lit_rlsched.processes import hide_environment
 from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.types import Request, stable_hash
 
@@ -102,7 +101,6 @@ ADAPTER = 1
 
 def prepare(worker: Any) -> bool:
     """Patch a worker that was just built."""
-    hide_environment()  # reward workers could read it
     if multiprocessing.parent_process() is not None:
         # Ctrl-C in a terminal reaches all processes, and the trainer needs this one to stop cleanly
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lit_rlsched.engines.devices import check_devices
 from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.micro_group_sampling import DEFAULT_SLOTS, KVCache
+from lit_rlsched.scheduling.admission import DEFAULT_SLOTS, Admission, KVCache
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -51,8 +50,6 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether `now` advances only with the engine's steps."""
     clock_offset = 0.0
     """Seconds by which the trainer's `time.monotonic` is ahead of this process's."""
-    keeps_cache = False
-    """Whether it has `update_weights`."""
 
     @property
     def engines(self) -> "Sequence[RolloutEngine]":
@@ -165,15 +162,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        """Load the policy's weights while requests run, which keep their caches.
-
-        The new weights draw their further tokens with keys and values of the old ones, so these are
-        draws of neither policy. Requests that are submitted later never read what the old weights
-        cached.
-        """
-        raise NotImplementedError(f"`{self.name}` drops its caches with the old weights.")
-
     def policy_changes(self) -> None:
         """Note that the policy is trained from here on, before the engine has ended its round."""
 
@@ -202,7 +190,6 @@ class RolloutEngine(RemembersInit, ABC):
 class SlotEngine(RolloutEngine):
     """Base of the engines of this package that decode in this process: what they all count."""
 
-    keeps_cache = True
     _held: Sized
     """What each running request holds."""
 
@@ -225,7 +212,11 @@ class SlotEngine(RolloutEngine):
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         self._refuse_when_running("load weights")
-        self.update_weights(named_tensors, version)
+        self._load_weights(named_tensors, version)
+
+    @abstractmethod
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+        """Load the policy's weights."""
 
     def _refuse_when_running(self, what: str) -> None:
         if self._held:

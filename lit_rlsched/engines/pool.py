@@ -43,7 +43,6 @@ class EnginePool(RolloutEngine):
         self.logprobs = all(engine.logprobs for engine in engines)
         self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
         self.decodes_by_itself = all(engine.decodes_by_itself for engine in engines)
-        self.keeps_cache = all(engine.keeps_cache for engine in engines)
 
     @classmethod
     def of(cls, engine: RolloutEngine, num_engines: int) -> "EnginePool":
@@ -152,10 +151,6 @@ class EnginePool(RolloutEngine):
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
-
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        handed = self._engines[0].hand_over(named_tensors)
-        self.each(lambda engine: engine.update_weights(handed, version))
 
     def policy_changes(self) -> None:
         self.each(lambda engine: engine.policy_changes())

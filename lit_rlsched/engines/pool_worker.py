@@ -1,6 +1,6 @@
 """The worker of several engines, which take turns on a logical clock."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lit_rlsched.engines.rollout_worker import EngineWorker, Worker
@@ -48,8 +48,6 @@ class PoolWorker(Worker):
         self._ahead = False
         self._window: int | None = 0
         """Turns until the engines wait for each other; None: they need not in this round."""
-        self._allowed: int | None = None
-        """Turns that the engines may make."""
         self._moved = 0
 
     def metrics(self) -> dict[str, float]:
@@ -74,14 +72,8 @@ class PoolWorker(Worker):
         self._moved = 0
         return trace
 
-    def split_trace(self, drawn: Mapping[str, int]) -> RolloutTrace:
-        trace = super().split_trace(drawn)
-        for worker in self.workers:
-            worker.trace = trace
-        return trace
-
     def start_round(self, ahead: bool, version: int = 0) -> None:
-        self._ahead, self._window, self._allowed = ahead, 0, None
+        self._ahead, self._window = ahead, 0
         self._group_engines.clear()
         self._engine_of.clear()
         self._begun.clear()
@@ -118,35 +110,16 @@ class PoolWorker(Worker):
                 parts.setdefault(self._engine_of[name], []).append(name)
         return dict(sorted(parts.items()))
 
-    def allow(self, steps: int | None) -> None:
-        self._allowed, self._window = steps, 0
-        self._take_back()
-
-    def suspend(self, keep: bool = False) -> None:
-        for worker in self.workers:
-            worker.suspend(keep)
-
-    def resume(self, version: int) -> None:
-        for worker in self.workers:
-            worker.resume(version)
-
-    def begin(self) -> int:
+    def step(self) -> list[Event]:
         if self._window == 0:
             self._meet()
         most = min(worker.begin() for worker in self.workers if worker.busy)
-        return min(most, self._window or most, self._allowed or most)
-
-    def step(self) -> list[Event]:
-        assert self._allowed != 0, "no step is allowed"
-        most = self.begin()
+        most = min(most, self._window or most)
         busy = {i: worker for i, worker in enumerate(self.workers) if worker.busy}
         steps = {i: worker.advance(most) for i, worker in busy.items()}
         self.trace.take_turn(steps)
-        made = max(step.decode_steps for step in steps.values())
         if self._window:
-            self._window -= made
-        if self._allowed:
-            self._allowed -= made
+            self._window -= max(step.decode_steps for step in steps.values())
         for step in steps.values():
             self._begun.update(step.admitted)
             for name in step.left:
@@ -160,17 +133,13 @@ class PoolWorker(Worker):
             engine.wait_until(now)
         waits = False
         if len(self._requests) > sum(len(worker.running) for worker in self.workers):
-            self._take_back()
+            for worker in self.workers if self._ahead else ():
+                worker.allow(0)  # no idle engine begins what moves there by itself
             waits = self._move()
         if self._ahead:
-            self._window = min(WINDOW, self._allowed or WINDOW) if waits else self._allowed
+            self._window = WINDOW if waits else None
             for worker in self.workers:
                 worker.allow(self._window)
-
-    def _take_back(self) -> None:
-        """Let no idle engine begin new requests by itself until all are allowed steps."""
-        for worker in self.workers if self._ahead else ():
-            worker.allow(0)
 
     def _move(self) -> bool:
         """Move waiting requests to free slots; return whether requests still wait."""

@@ -82,7 +82,6 @@ class ProcessEngine(RolloutEngine):
         self.restarts = 0
         """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
-        self.keeps_cache = engine.keeps_cache and weight_transfer is None
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
         self._child: Child | None = None
         self._spec: EngineSpec | None = None
@@ -231,21 +230,11 @@ class ProcessEngine(RolloutEngine):
         return self._store.write(named_tensors, self.engine.cache_dtype(self._spec))
 
     def sync_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self._give("sync_weights", named_tensors, version)
-
-    def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
-        self._give("update_weights", named_tensors, version)
-
-    def _give(
-        self, method: str, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
         if not isinstance(named_tensors, SentWeights):
-            self._insist("engine", method, *self._weights)
+            self._insist("engine", "sync_weights", *self._weights)
 
     def forget_weights(self) -> None:
         """Give a process that replaces this one no weights before the next sync."""

@@ -1,7 +1,6 @@
 """The trainer's side of a worker that runs in the engine's process."""
 
 from array import array
-from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -51,8 +50,6 @@ class RemoteWorker(EngineWorker):
         """Steps that it may make, or has made, ahead of those taken."""
         self._left: int | None = None
         """Number of steps that may be taken before the next `allow`."""
-        self._late: deque[Step] = deque()
-        """Steps that were made before `suspend` and not taken."""
         self._version = 0
         self._now = 0.0
         self._known: Child | None = None
@@ -93,26 +90,6 @@ class RemoteWorker(EngineWorker):
             self._reported[request.id] = no_ids()
         self._tell("submit", new)
 
-    def suspend(self, keep: bool = False) -> None:
-        try:
-            self.engine.child.call("suspend", keep, skipped=self._keep_late)
-        except EngineDied:
-            self._revive()
-            return
-        self._state = "idle"
-
-    def _keep_late(self, answer: object) -> None:
-        if isinstance(answer, Step):
-            self._late.append(answer)
-
-    def resume(self, version: int) -> None:
-        self._version = version
-        if self.engine.child is self._known:
-            self._tell("resume", version)
-        else:  # the process died after `suspend`
-            self._forget_process()
-            self._set_up()
-
     def begin(self) -> int:
         """Ask for the next step, so that it runs beside those of other engines."""
         with suppress(EngineDied):  # `advance` finds out too
@@ -120,9 +97,17 @@ class RemoteWorker(EngineWorker):
         return 1
 
     def advance(self, most: int | None = None) -> Step:
-        if self._late and self._ahead:
-            self.begin()  # the process goes on meanwhile
-        step = self._late.popleft() if self._late else self._answer()
+        while True:
+            try:
+                self._ask()
+                step: Step = self.engine.child.answer()
+                break
+            except EngineDied:
+                self._revive()
+        if self._state == "one step":
+            self._state = "idle"
+        self._granted -= 1
+        self.engine.stepped()
         if self._left is not None:
             self._left -= 1
         self._now = step.end
@@ -142,21 +127,6 @@ class RemoteWorker(EngineWorker):
                 self._forget(event.request_id)
         return step
 
-    def _answer(self) -> Step:
-        """Wait for the next step."""
-        while True:
-            try:
-                self._ask()
-                step: Step = self.engine.child.answer()
-                break
-            except EngineDied:
-                self._revive()
-        if self._state == "one step":
-            self._state = "idle"
-        self._granted -= 1
-        self.engine.stepped()
-        return step
-
     def _ask(self) -> None:
         """Make sure that a step will come, and keep a worker that runs ahead going."""
         child = self.engine.child
@@ -165,7 +135,7 @@ class RemoteWorker(EngineWorker):
                 child.ask("advance")
                 self._state = "one step"
             return
-        most = LEAD if self._left is None else min(LEAD, self._left - len(self._late))
+        most = LEAD if self._left is None else min(LEAD, self._left)
         if self._state == "idle":
             child.ask("ahead", most)
             self._state = "ahead"
@@ -191,8 +161,6 @@ class RemoteWorker(EngineWorker):
             Tokens that no event has reported yet; none if the worker ran ahead.
         """
         every = request_ids is None
-        while every and self._late:
-            self._count_ahead(self._late.popleft())
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
         unreported: list[Event] = []
@@ -255,7 +223,6 @@ class RemoteWorker(EngineWorker):
 
     def _forget_process(self) -> None:
         """Prepare all requests to go on in another process."""
-        self._late.clear()
         self._state = "idle"
         for name in self._running:
             self.trace.left(name, self._now, len(self._reported[name]))

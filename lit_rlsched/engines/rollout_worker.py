@@ -1,14 +1,13 @@
 """The worker between the round loop and an engine: refills free slots and records each step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from lit_rlsched.engines.spec import EngineStats, Partial
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.types import Event, LengthOnly, Request
+from lit_rlsched.types import Event, Request
 
 
 class Worker(ABC):
@@ -18,9 +17,6 @@ class Worker(ABC):
         admission: Decides which waiting request takes a free slot of an engine.
         engines: Number of engines.
     """
-
-    drafts = 0
-    """Number of requests besides those of the round; see `DraftingWorker`."""
 
     def __init__(self, admission: Admission, engines: int = 1) -> None:
         self.admission = admission
@@ -38,11 +34,6 @@ class Worker(ABC):
         """Begin a new trace; nothing may be running."""
         assert not self.busy, "a trace begins between rollouts"
         self.trace = self._new_trace()
-        return self.trace
-
-    def split_trace(self, drawn: Mapping[str, int]) -> RolloutTrace:
-        """Begin a new trace while requests run; see `RolloutTrace.split`."""
-        self.trace = self.trace.split(drawn)
         return self.trace
 
     def may_wait(self, requests: int) -> bool:
@@ -65,29 +56,12 @@ class Worker(ABC):
         Args:
             ahead: Whether a worker in the engine's process may keep stepping without being asked,
                 because the caller changes nothing of other requests between two steps.
-            version: Policy version of the engine's weights, until `resume` gives another one.
+            version: Policy version of the engine's weights.
         """
 
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests for a slot."""
-
-    def during(self, work: Callable[[], None], turns: int) -> Iterator[list[Event]]:
-        """Do some work before all of the round's requests are known; `all_submitted` follows.
-
-        Args:
-            work: Passes of the trainer.
-            turns: Maximum number of decode steps beside it.
-
-        Yields:
-            Events of the known requests, which decode beside it.
-        """
-        work()
-        yield from ()
-
-    def all_submitted(self) -> None:
-        """Decode freely, now that all of the round's requests are known."""
-        self.allow(None)
 
     @abstractmethod
     def step(self) -> list[Event]:
@@ -96,40 +70,6 @@ class Worker(ABC):
         A request that reached its `pause_at` has the finish reason `paused`. The worker forgets it;
         it resumes when it is submitted again.
         """
-
-    @abstractmethod
-    def begin(self) -> int:
-        """Do the part of the next step that need not wait for the engine.
-
-        Returns:
-            Maximum number of decode steps that it may make; 1 if the engine cannot skip any.
-        """
-
-    @abstractmethod
-    def allow(self, steps: int | None) -> None:
-        """Let each engine make so many decode steps before the next call; None: any number.
-
-        Before the call, all engines with requests have made the same number of the steps allowed so
-        far. An engine without requests loses its unused steps.
-        """
-
-    @abstractmethod
-    def suspend(self, keep: bool = False) -> None:
-        """Stop between two steps, so that other weights can be loaded; `resume` follows.
-
-        A worker that runs ahead stops after its current step. When it goes on, it first reports the
-        steps that it has made ahead, with the version that drew them.
-
-        Args:
-            keep: Leave requests in the engine with their key-value cache, for
-                `RolloutEngine.update_weights`. By default they leave the engine, for
-                `sync_weights`, and come back with their tokens so far as a prefix, which the new
-                weights prefill again.
-        """
-
-    @abstractmethod
-    def resume(self, version: int) -> None:
-        """Go on after `suspend` with the weights of `version`."""
 
     @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
@@ -157,11 +97,25 @@ class EngineWorker(Worker):
         return admission.slots - running
 
     @abstractmethod
+    def begin(self) -> int:
+        """Do the part of the next step that need not wait for the engine.
+
+        Returns:
+            Maximum number of decode steps that it may make; 1 if the engine cannot skip any.
+        """
+
+    @abstractmethod
     def advance(self, most: int | None = None) -> Step:
         """Like `step`, without recording it in the trace.
 
         Args:
             most: Maximum number of decode steps of an engine that can skip some.
+        """
+
+    def allow(self, steps: int | None) -> None:
+        """Let a worker that runs ahead make so many steps before the next call; None: any number.
+
+        Unused steps of an engine without requests are lost.
         """
 
     def stop(self) -> None:
@@ -207,15 +161,7 @@ class RolloutWorker(EngineWorker):
         self._stats = engine.stats()
         self._begun: tuple[float, list[str]] | None = None
         """Start of the next step, and the requests that were admitted for it."""
-        self._allowed: int | None = None
-        """Decode steps that it may make."""
         self._version = 0
-        self._outside = False
-        """Whether the requests have left the engine, from `suspend` to `resume`."""
-        self._earlier: dict[str, int] = {}
-        """Tokens that running requests had drawn when they last left it so."""
-        self._unreported: list[Event] = []
-        """Events of earlier weights, for the next step."""
 
     @property
     def busy(self) -> bool:
@@ -231,41 +177,10 @@ class RolloutWorker(EngineWorker):
         return trace
 
     def start_round(self, ahead: bool, version: int = 0) -> None:
-        self._version, self._allowed = version, None
+        self._version = version
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.admission.push(requests)
-
-    def allow(self, steps: int | None) -> None:
-        self._allowed = steps
-
-    def step(self) -> list[Event]:
-        assert self._allowed != 0, "no step is allowed"
-        step = self.advance(None if self._allowed is None else min(self.begin(), self._allowed))
-        if self._allowed is not None:
-            self._allowed -= step.decode_steps
-        self.trace.take(step)
-        return step.events
-
-    def suspend(self, keep: bool = False) -> None:
-        if keep:
-            return
-        self._outside = True
-        for name, partial in self.engine.abort([*self._drawn]).items():
-            request, reported, drawn = self._requests[name], self._drawn[name], partial.token_ids
-            prefix = joined(request.prefix_ids, drawn)
-            self._requests[name] = replace(request, prefix_ids=prefix)
-            self._earlier[name] = self._earlier.get(name, 0) + len(drawn)
-            self._drawn[name] = 0
-            self._unreported += self._event(name, partial, reported)
-
-    def resume(self, version: int) -> None:
-        self._version = version
-        if self._outside:
-            self._outside = False
-            # without the steps of a check of the weights
-            self._stats = replace(self.engine.stats(), kv_tokens=self._stats.kv_tokens)
-            self.engine.submit([self._requests[name] for name in self._drawn])
 
     def begin(self) -> int:
         self._refill()
@@ -297,9 +212,7 @@ class RolloutWorker(EngineWorker):
             if event.finish_reason is not None:
                 self._end(event)
                 name = event.request_id
-                left[name] = drawn.pop(name) + self._earlier.pop(name, 0)
-        if self._unreported:
-            events, self._unreported = self._unreported + events, []
+                left[name] = drawn.pop(name)
         return Step(
             start,
             end,
@@ -320,14 +233,6 @@ class RolloutWorker(EngineWorker):
         if event.finish_reason == "length" and total < request.sampling.max_completion_length:
             event.finish_reason = "paused"
 
-    def _event(self, name: str, partial: Partial, reported: int) -> list[Event]:
-        """Return a request's tokens that no event has reported, if there are any."""
-        if not (new := partial.token_ids[reported:]):
-            return []
-        event = Event(name, new, partial.logprobs[reported:])
-        event.version = self._version
-        return [event]
-
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         if request_ids is None:
             self.admission.clear()
@@ -335,27 +240,19 @@ class RolloutWorker(EngineWorker):
         else:
             self.admission.discard(request_ids)
             running = [i for i in request_ids if i in self._drawn]
-        ids = {*running}
         if self._begun is not None:
             start, admitted = self._begun
-            rest = [name for name in admitted if name not in ids]
+            rest = [name for name in admitted if name not in running]
             self._begun = None if request_ids is None else (start, rest)
-        unreported = [event for event in self._unreported if event.request_id in ids]
-        self._unreported = [event for event in self._unreported if event.request_id not in ids]
+        unreported: list[Event] = []
         partials = self.engine.abort(running)
         for name in running:
-            reported, earlier = self._drawn.pop(name), self._earlier.pop(name, 0)
+            reported, partial = self._drawn.pop(name), partials[name]
             del self._requests[name]
-            if partial := partials.get(name):  # otherwise it has left the engine in `suspend`
-                earlier += len(partial.token_ids)
-                unreported += self._event(name, partial, reported)
-            self.trace.left(name, self.engine.now(), earlier)
+            if new := partial.token_ids[reported:]:
+                event = Event(name, new, partial.logprobs[reported:])
+                event.version = self._version
+                unreported.append(event)
+            self.trace.left(name, self.engine.now(), len(partial.token_ids))
         self._stats = self.engine.stats()  # aborted requests have freed their cache
         return unreported
-
-
-def joined(first: Sequence[Any], more: Sequence[Any]) -> Sequence[Any]:
-    """Return tokens followed by others."""
-    if isinstance(more, LengthOnly):
-        return LengthOnly(len(first)) + more
-    return [*first, *more]

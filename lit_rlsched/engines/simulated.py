@@ -100,7 +100,7 @@ class SimulatedEngine(SlotEngine):
             live.new = self.prefilled(live.request)
             self._new_tokens += live.new
 
-    def prefilled(self, request: Request) -> float:
+    def prefilled(self, request: Request) -> int:
         """Return the tokens of a new request that its first step computes."""
         return len(request.prompt_ids) + len(request.prefix_ids)
 
@@ -148,7 +148,7 @@ class SimulatedEngine(SlotEngine):
             self._drop(live)
         return {live.id: live.partial(self._decode_steps) for live in dropped}
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def _load_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         self.version = version
 
     def stats(self) -> EngineStats:
@@ -205,7 +205,7 @@ class _Live:
     stops: bool
     reported: int = 0
     """Tokens that events have reported."""
-    new: float = 0.0
+    new: int = 0
     """Tokens that its first step computes."""
 
     @property

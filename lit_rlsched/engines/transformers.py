@@ -18,7 +18,7 @@ from lit_rlsched.engines.slot_cache import (
     grouped_attention,
 )
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.micro_group_sampling import KVCache
+from lit_rlsched.scheduling.admission import KVCache
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
@@ -151,9 +151,7 @@ class TransformersEngine(SlotEngine):
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
-        for row in self._held:
-            row.key = b""  # no new request may copy its cache
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         self._parked = Parked(range(self._spec.slots, 2 * self._spec.slots))
         if self._spec.policy is None:
             own = self._policy.state_dict()

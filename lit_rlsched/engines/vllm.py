@@ -103,7 +103,7 @@ class VLLMEngine(SlotEngine):
         super()._forget_counts()
         self._held: dict[str, _Held] = {}
         self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
-        self._preempted, self._salt = set[str](), dict[str, str]()
+        self._preempted = set[str]()
 
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
@@ -163,7 +163,7 @@ class VLLMEngine(SlotEngine):
         check_requests(self._spec, self._held, requests, self._vocab_size)
         params = [self._sampling_params(request) for request in requests]
         for request, param in zip(requests, params, strict=True):
-            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids], **self._salt}
+            prompt = {"prompt_token_ids": [*request.prompt_ids, *request.prefix_ids]}
             param.extra_args = self._noise.enter(request)
             inside = live.add_request(request.id, prompt, param, lora_request=self._lora_request)
             self._held[request.id] = self._inside[inside] = _Held(request, inside)
@@ -241,7 +241,7 @@ class VLLMEngine(SlotEngine):
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def update_weights(self, named_tensors: Weights, version: int) -> None:
+    def _load_weights(self, named_tensors: Weights, version: int) -> None:
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
@@ -252,7 +252,6 @@ class VLLMEngine(SlotEngine):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
-        self._salt = {"cache_salt": str(version)}  # only requests with this salt share a cache
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
         super().sync_weights(named_tensors, version)
@@ -260,7 +259,6 @@ class VLLMEngine(SlotEngine):
 
     def _forget_old_weights(self) -> None:
         self._noise.forget()
-        self._salt = {}
         if not self._live.reset_prefix_cache():
             raise RuntimeError("vLLM kept the cached prefixes of the old weights.")
 

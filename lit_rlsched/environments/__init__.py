@@ -1,4 +1,4 @@
 """Tools and environments: what completions call, in processes that may crash.
 
-Imports `settings`, `text`, `processes`, `rewards`, `data`.
+Imports `settings`, `text`, `processes`, `workers`, `rewards`, `data`.
 """

@@ -60,8 +60,6 @@ class ToolChat:
         self._settings = settings or {}
         self._ends = {*end_tokens}
         self._end_tokens = self._ends | {tokenizer.eos_token_id}
-        self.unparsed = 0
-        """Turns that could not be parsed."""
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._name = f"The chat template of `{getattr(tokenizer, 'name_or_path', '')}`"
         self._check_renders_tools()
@@ -71,11 +69,10 @@ class ToolChat:
 
     def calls(
         self, before: Sequence[int], turn: Sequence[int], schemas: Sequence[Mapping[str, Any]]
-    ) -> tuple[dict[str, Any], list[Call]]:
-        """Return the message of a turn and the calls in it.
+    ) -> tuple[dict[str, Any], list[Call] | None]:
+        """Return the message of a turn and the calls in it; None if it cannot be parsed.
 
-        What cannot be parsed, such as a call whose JSON is cut, or is nested too deeply for what
-        reads it later, is a message of text.
+        A call whose JSON is cut, or is nested too deeply for what reads it later, is text.
         """
         try:
             message, calls = self._parsed(self._reader, before, turn, schemas)
@@ -83,9 +80,8 @@ class ToolChat:
                 raise ValueError("nested too deeply")
             return message, calls
         except Exception:  # a model writes what no parser expects
-            self.unparsed += 1
             text = self._decode(turn, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}, []
+            return {"role": "assistant", "content": text}, None
 
     def _parsed(
         self,

@@ -1,6 +1,6 @@
 """Score completions: reward functions in processes that may crash, and judges.
 
-Imports `types`, `_lazy`, `settings`, `text`, `processes`.
+Imports `types`, `_lazy`, `settings`, `text`, `processes`, `workers`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """Checks of reward functions and of the reward scheduler's settings before anything starts."""
 
-import asyncio
-import functools
 import inspect
 import os
 import pkgutil
@@ -13,6 +11,7 @@ from typing import Any
 from lit_rlsched.processes import worker_environment
 from lit_rlsched.settings import UsageError, did_you_mean
 from lit_rlsched.text import parse_bytes
+from lit_rlsched.workers.child import unwrap
 
 MIN_MEMORY = 64 << 20
 """Bytes that a worker needs for the rows it receives."""
@@ -107,21 +106,6 @@ def check_seen_by_tools(name: str, own: Iterable[str], shared: Iterable[str]) ->
             "the variables in `reward_env_vars`, if tools and other reward functions may see them; "
             "or use them in a reward function without that argument."
         )
-
-
-def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function inside a partial."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call gives a coroutine."""
-    function = unwrap(function)
-    return asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
 
 
 def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:

@@ -1,112 +1,21 @@
-"""Completions on their way through the reward functions, their results, and failure counts."""
+"""Completions on their way through the reward functions, their workers, and failure counts."""
 
-import json
 import logging
 import math
-import pickle
-from array import array
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NamedTuple
+
+from lit_rlsched.workers.child import LOGGED_KINDS
+from lit_rlsched.workers.messages import FAILURE_KINDS, BadMessage, Result, kind_of
+from lit_rlsched.workers.process import Worker
 
 logger = logging.getLogger(__name__)
 
-FAILURE_KINDS = {
-    "raised": "raised",
-    "timeout": "timeouts",
-    "crashed": "crashes",
-    "out_of_memory": "out_of_memory",
-    "bad_return": "bad_returns",
-    "no_answer": "no_answers",
-    "unparsed": "unparsed",
-}
-"""First word of a failure -> last part of its metric key."""
-_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-LOGGED_KINDS = ("no_answer", "unparsed")
-"""Kinds that a function reports itself, with `log_failure`."""
-MESSAGES: dict[str, list[type]] = {
-    "loading": [int],
-    "unloadable": [int, str],
-    "ready": [],
-    "begun": [float],
-    "score": [int, int, float],
-}
-"""Kind of a worker's message -> types of its fields. A score has more: `Result.received`."""
-
-
-class BadMessage(Exception):
-    """A reward worker sent something that `reward_worker.py` never sends."""
-
-
-class Result(NamedTuple):
-    """Outcome of one call of one function."""
-
-    seconds: float | None
-    score: float | None
-    failure: str | None
-    extra: dict[str, Any]
-    metrics: dict[str, list[float]]
-
-    @classmethod
-    def received(cls, seconds: Any, score: Any, failure: Any, extra: Any, metrics: Any) -> "Result":
-        """Check the fields that a worker sent: reward functions may write to its pipe.
-
-        Raises:
-            BadMessage: a field has another type, or the score is not finite.
-        """
-        if (  # one expression that compares types, as this is done for each score
-            (score is None or (type(score) is float and isfinite(score)))
-            and (seconds is None or (type(seconds) is float and isfinite(seconds)))
-            and (failure is None or (type(failure) is str and kind_of(failure) in FAILURE_KINDS))
-            and type(extra) is type(metrics) is dict
-            and (not metrics or _are_lists_of_numbers(metrics.values()))
-        ):
-            return cls(seconds, score, failure, extra, metrics)
-        raise BadMessage(f"a result with wrong types: {score!r:.80}")
-
-
-def _are_lists_of_numbers(values: Iterable[object]) -> bool:
-    return all(type(each) is list and all(type(x) is float for x in each) for each in values)
-
-
-def kind_of(failure: str) -> str:
-    return failure.partition(":")[0]
-
-
-def parse_message(data: bytes) -> tuple[str, list[Any]]:
-    """Return the kind and the fields of a worker's message."""
-    try:
-        message = json.loads(data.decode())
-    except (ValueError, RecursionError):
-        raise BadMessage(f"invalid JSON: {data!r:.80}") from None
-    if type(message) is not list or not message:
-        raise BadMessage(f"JSON that is not a list: {message!r:.80}")
-    kind = message.pop(0)
-    types = MESSAGES.get(kind) if type(kind) is str else None
-    checked = message[:3] if kind == "score" else message
-    if types is None or [*map(type, checked)] != types:
-        raise BadMessage(f"an unknown message: {[kind, *message]!r:.80}")
-    return kind, message
-
-
-def packed_row(
-    prompt: Any,
-    completion: Any,
-    completion_ids: Sequence[int],
-    columns: Mapping[str, Any],
-    trainer_state: Any,
-) -> bytes:
-    """Return what `reward_worker.Call` makes the arguments of a function from."""
-    row = {name: value for name, value in columns.items() if name not in _NOT_COLUMNS}
-    row.update(
-        prompts=prompt,
-        completions=completion,
-        completion_ids=array("q", completion_ids),
-        trainer_state=trainer_state,
-    )
-    return pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+ASYNC_GRACE = 1.0
+"""Seconds an event loop gets to time its coroutines out before the worker is killed."""
 
 
 @dataclass(slots=True)
@@ -129,6 +38,79 @@ class Job:
     def todo(self, functions: Collection[int]) -> list[int]:
         """Return the `functions` that have not scored it."""
         return [index for index in functions if self.results[index] is None]
+
+
+class RewardWorker(Worker):
+    """A process of `workers/scores.py`.
+
+    It runs the sync calls of a batch in order, so the first one without a score is the running one;
+    then it runs all coroutines of the batch concurrently.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.jobs: dict[int, Job] = {}
+        """The current batch, by key."""
+        self.calls: deque[tuple[int, int]] = deque()
+        """Sync calls without a score: key of the job and number of the function."""
+        self.coroutines: set[tuple[int, int]] = set()
+        self.begun = False
+        """Whether it works on the batch. Before that, no call is to blame for its end."""
+        self.limit = math.inf
+        """Seconds that it may take until the next score."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.calls or self.coroutines)
+
+    def assign(self, batch: Sequence[Job], functions: Mapping[int, bool]) -> None:
+        """Send jobs, for functions by number of which some are async."""
+        self.begun = False
+        self.jobs = {job.key: job for job in batch}
+        todo = [(job.key, index) for job in batch for index in job.todo(functions)]
+        self.calls = deque(call for call in todo if not functions[call[1]])
+        self.coroutines = {call for call in todo if functions[call[1]]}
+        self.send(
+            [
+                (job.key, job.payload, [(index, job.timeout) for index in job.todo(functions)])
+                for job in batch
+            ]
+        )
+        self.goes_on(time.monotonic())
+
+    def ended(self, call: tuple[int, int], stamp: float) -> None:
+        """Note that a call has a score."""
+        if self.begun and call in self.coroutines and not self.calls:
+            self.coroutines.remove(call)
+            if not self.busy:
+                self.deadline = math.inf
+        elif self.begun and self.calls and self.calls[0] == call:
+            self.calls.popleft()
+            self.goes_on(stamp)
+        else:
+            raise BadMessage("a score out of turn")
+
+    def goes_on(self, start: float) -> None:
+        """Set the deadline of the next call, which began at `start` on the common clock."""
+        if not 0 <= start <= time.monotonic():
+            raise BadMessage("an impossible time")
+        if self.calls:
+            self.limit = self.jobs[self.calls[0][0]].timeout
+        elif self.coroutines:
+            self.limit = max(self.jobs[key].timeout for key, _ in self.coroutines) + ASYNC_GRACE
+        else:
+            self.limit = math.inf
+        self.deadline = start + self.limit
+
+    def at_fault(self) -> list[tuple[int, int]]:
+        """Return the calls that may have been running, if they belong to one completion."""
+        if not self.begun:
+            return []
+        if self.calls:
+            return [self.calls[0]]
+        if len({key for key, _ in self.coroutines}) == 1:
+            return sorted(self.coroutines)
+        return []
 
 
 class ScoredJob(NamedTuple):

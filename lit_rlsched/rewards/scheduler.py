@@ -2,15 +2,16 @@
 
 import math
 import os
-import selectors
+import sys
 import time
-import weakref
+import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
-from lit_rlsched.processes import hide_environment, require_posix, worker_environment
+from lit_rlsched import workers as package
+from lit_rlsched.processes import worker_environment
 from lit_rlsched.rewards.checks import (
     as_functions,
     check_columns,
@@ -19,33 +20,25 @@ from lit_rlsched.rewards.checks import (
     check_names,
     check_seen_by_tools,
     environment_of,
-    is_async,
     names_argument,
     offered_arguments,
     tokens_looked_for,
     unique_names,
-    unwrap,
 )
-from lit_rlsched.rewards.jobs import (
-    BadMessage,
-    FailureCounts,
-    Job,
-    Result,
-    ScoredJob,
-    packed_row,
-    scored,
-)
-from lit_rlsched.rewards.pool import WorkerPool
-from lit_rlsched.rewards.worker_process import (
-    WorkerProcess,
-    kill_strays,
-    machine_memory,
-    warn_of_no_limit,
-)
+from lit_rlsched.rewards.jobs import FailureCounts, Job, RewardWorker, ScoredJob, scored
 from lit_rlsched.settings import UsageError, check_ranges
+from lit_rlsched.workers.child import is_async, unwrap
+from lit_rlsched.workers.messages import BadMessage, Result, packed_row
+from lit_rlsched.workers.pool import Pool, Workers, pickled
+from lit_rlsched.workers.process import machine_memory
+
+MAX_BATCH = 32
+"""Maximum number of completions sent to a worker at once."""
+BATCH_SECONDS = 1.0
+"""Target duration of a batch: completions behind a call that hangs wait for its time-out."""
 
 
-class RewardScheduler:
+class RewardScheduler(Workers[RewardWorker]):
     """Calls reward functions in separate processes, so that they cannot harm the run.
 
     If a function raises, hangs, crashes, takes too much memory or returns nonsense, the requested
@@ -66,8 +59,7 @@ class RewardScheduler:
         workers: Number of worker processes; the same number again for functions with `env_vars`.
         timeout: Seconds one call of one function may take before its process is killed.
         memory_limit: Memory that calls may take in a worker, such as `4GiB`, on top of what the
-            loaded functions hold. A call that allocates more gets a MemoryError. A worker that
-            holds more, child processes and shared memory included, is killed. None: half of the
+            loaded functions hold. A call that allocates more gets a MemoryError. None: half of the
             machine's memory, divided among the workers. Linux only.
         env_vars: Names of environment variables that all workers see, besides those that Python
             and its packages need (`docs/howto/rewards.md` lists them).
@@ -81,6 +73,11 @@ class RewardScheduler:
         ['countdown_reward']
     """
 
+    kind = "reward"
+    loads = "Reward functions"
+    script = Path(*package.__path__) / "scores.py"
+    make = RewardWorker
+
     def __init__(
         self,
         reward_funcs: Callable[..., Any] | str | Sequence[Callable[..., Any] | str],
@@ -92,6 +89,7 @@ class RewardScheduler:
         env_vars: Sequence[str] = (),
         environments: bool = False,
     ) -> None:
+        super().__init__()
         check_ranges("RewardScheduler", locals())
         reward_funcs = as_functions(reward_funcs)
         if reward_weights is not None and len(reward_weights) != len(reward_funcs):
@@ -113,8 +111,6 @@ class RewardScheduler:
         self._memory_limit = check_memory_limit(memory_limit)
         self._pace = [0.0] * len(reward_funcs)
         """Recent seconds per call; 0 for coroutines, which do not wait for each other."""
-        self._pools: list[WorkerPool] = []
-        self._selector = selectors.DefaultSelector()
         self._jobs: dict[Hashable, Job] = {}
         self._finished: list[Job] = []
         self._submitted = 0
@@ -127,7 +123,6 @@ class RewardScheduler:
         """Functions by number that are called with the environment of a completion."""
         for index, function in self.of_environments.items():
             check_seen_by_tools(self.names[index], environment_of(function), self.env_vars)
-        self._kill_at_exit = weakref.finalize(self, _kill_all, self._pools, os.getpid())
 
     @property
     def has_async(self) -> bool:
@@ -205,46 +200,43 @@ class RewardScheduler:
         """
         if self._pools or len(self.of_environments) == len(self._functions):
             return
-        require_posix("The reward workers")
-        warn_of_no_limit(self._memory_limit)
-        pickled = [self.pickled(index) for index in range(len(self._functions))]
-        hide_environment()
-        kinds = self._functions_by_environment()
-        memory = self._memory_limit or machine_memory() // 2 // (self.num_workers * len(kinds))
-        for variables, indices in kinds.items():
-            setup = {
-                "functions": {index: pickled[index] for index in indices},
-                "is_async": self._is_async,
-                "offered": self.offered,
-                "memory_limit": memory,
-            }
-            environment = worker_environment(variables)
-            self._pools.append(
-                WorkerPool(setup, self.names, environment, self.num_workers, self._selector)
+        if self._memory_limit is not None and sys.platform != "linux":
+            warnings.warn(
+                f"`reward_memory_limit={self._memory_limit >> 20}MiB` has no effect: memory of "
+                f"reward workers is limited on Linux only, and this is `{sys.platform}`. A "
+                "function may take all memory of the machine.",
+                stacklevel=2,
             )
-        try:
-            for pool in self._pools:
-                pool.start()
-            while not all(pool.ready for pool in self._pools):
-                self.turn(1.0)
-        except BaseException:
-            self.close()
-            raise
-
-    def _functions_by_environment(self) -> dict[frozenset[str], list[int]]:
-        """Group the functions by the environment variables that they may see."""
         common = worker_environment(self.env_vars)
         kinds: dict[frozenset[str], list[int]] = {}
+        """Functions by the environment variables that they may see."""
         for index, function in enumerate(self._functions):
-            if index in self.of_environments:
-                continue
-            own = {name for name in environment_of(function) if name in os.environ}
-            kinds.setdefault(frozenset(own - common.keys() | set(self.env_vars)), []).append(index)
-        return kinds
+            if index not in self.of_environments:
+                own = {name for name in environment_of(function) if name in os.environ}
+                seen = frozenset(own - common.keys() | set(self.env_vars))
+                kinds.setdefault(seen, []).append(index)
+        memory = self._memory_limit or machine_memory() // 2 // (self.num_workers * len(kinds))
+        self._begin(
+            *(
+                Pool(
+                    {
+                        "loads": [self.loaded(index) for index in indices],
+                        "is_async": self._is_async,
+                        "offered": self.offered,
+                        "memory_limit": memory,
+                    },
+                    worker_environment(variables),
+                    self.num_workers,
+                )
+                for variables, indices in kinds.items()
+            )
+        )
 
-    @property
-    def _workers(self) -> list[WorkerProcess]:
-        return [worker for pool in self._pools for worker in pool.workers]
+    def loaded(self, index: int) -> tuple[str, int, bytes]:
+        """Return what a worker loads for a function: its name in messages, number and pickle."""
+        name = self.names[index]
+        sent = pickled(f"`reward_funcs[{index}]` ({name})", self._functions[index])
+        return f"Reward function `{name}`", index, sent
 
     def submit(
         self,
@@ -300,24 +292,6 @@ class RewardScheduler:
             del self._jobs[job.id]
         return [scored(job) for job in sorted(finished, key=lambda job: job.key)]
 
-    def turn(self, seconds: float = 0.0) -> None:
-        """Send work, receive scores and kill overdue workers, but return nothing yet.
-
-        Args:
-            seconds: Maximum time to wait for a score.
-        """
-        self._feed()
-        block = min([seconds, *(worker.time_left() for worker in self._workers)])
-        while ready := self._selector.select(max(0.0, block)):
-            block = 0.0
-            for key, _ in ready:
-                self._receive(*key.data)
-        for pool in self._pools:
-            for worker in list(pool.workers):
-                if worker.time_left() <= 0:
-                    self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
-        self._feed()
-
     def wait(self, timeout: float | None = None) -> bool:
         """Block until `poll` has something to return.
 
@@ -338,7 +312,7 @@ class RewardScheduler:
             if job_id in self._jobs:
                 self._jobs.pop(job_id).cancelled = True
         for pool in self._pools:
-            pool.drop_cancelled()
+            pool.queue = deque(job for job in pool.queue if not job.cancelled)
         self._finished = [job for job in self._finished if not job.cancelled]
 
     def counters(self) -> dict[str, int]:
@@ -347,9 +321,7 @@ class RewardScheduler:
 
     def close(self) -> None:
         """Kill the workers and forget all jobs. The next `submit` starts new workers."""
-        for worker in self._workers:
-            self._selector.unregister(worker.connection)
-        _kill_all(self._pools, os.getpid())
+        self._end_all()
         self._jobs.clear()
         self._finished.clear()
 
@@ -360,44 +332,60 @@ class RewardScheduler:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def pickled(self, index: int) -> bytes:
-        """Return a function for another process.
-
-        Raises:
-            UsageError: it cannot be sent there.
-        """
-        try:
-            return cloudpickle.dumps(self._functions[index])
-        except Exception as error:
-            raise UsageError(
-                f"`reward_funcs[{index}]` ({self.names[index]}) cannot be sent to a reward worker: "
-                f"{type(error).__name__}: {error}. Define it at the top level of a module, or open "
-                "what it holds (locks, clients, models) inside the function."
-            ) from error
-
     def _feed(self) -> None:
         for pool in self._pools:
-            pool.feed(sum(self._pace[index] for index in pool.functions))
+            if not pool.queue:
+                continue
+            functions = {index: self._is_async[index] for _, index, _ in pool.setup["loads"]}
+            pace = sum(self._pace[index] for index in functions)
+            for worker in pool.workers:
+                if pool.queue and worker.ready and not worker.busy:
+                    size = min(MAX_BATCH, math.ceil(len(pool.queue) / len(pool.workers)))
+                    size = min(size, math.ceil(BATCH_SECONDS / max(pace, 1e-9)))
+                    batch = [pool.queue.popleft()]
+                    while len(batch) < size and not (batch[0].alone or pool.queue[0].alone):
+                        batch.append(pool.queue.popleft())
+                    worker.assign(batch, functions)
 
-    def _receive(self, pool: WorkerPool, worker: WorkerProcess) -> None:
-        was_ready = worker.ready
-        try:
-            score = worker.receive()
-        except (EOFError, OSError):
-            self._replace(pool, worker)
-            return
-        except BadMessage as error:
-            self._replace(pool, worker, f"crashed: the worker sent {error}")
-            return
-        if score is not None:
-            pool.scored()
-            self._take(*score)
-            failure = score[2].failure
-            if failure is not None and failure.startswith("out_of_memory"):
+    def _received(
+        self, pool: Pool[RewardWorker], worker: RewardWorker, kind: str, fields: list[Any]
+    ) -> None:
+        if kind == "score":
+            key, index, stamp, *rest = fields
+            result = Result.received(*rest)
+            worker.ended((key, index), stamp)
+            pool.deaths.clear()
+            self._take(worker.jobs[key], index, result)
+            if result.failure is not None and result.failure.startswith("out_of_memory"):
                 worker.begun = False  # its next call is not to blame
                 self._replace(pool, worker)  # it may still hold the memory
-        elif worker.ready and not was_ready:
-            pool.loaded()
+        elif kind == "begun" and worker.busy and not worker.begun:
+            worker.begun = True
+            worker.goes_on(fields[0])
+        else:
+            raise BadMessage(f"`{kind}` out of turn")
+
+    def _overdue(self, pool: Pool[RewardWorker], worker: RewardWorker) -> None:
+        self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
+
+    def _settle(
+        self,
+        pool: Pool[RewardWorker],
+        worker: RewardWorker,
+        to_blame: Mapping[tuple[int, int], str] | None,
+        why: str,
+    ) -> bool:
+        if to_blame is None:
+            to_blame = dict.fromkeys(worker.at_fault(), why)
+        for (key, index), failure in to_blame.items():
+            self._take(worker.jobs[key], index, Result(None, None, failure, {}, {}))
+        functions = [index for _, index, _ in pool.setup["loads"]]
+        for job in reversed(worker.jobs.values()):
+            if not job.cancelled and job.todo(functions):
+                # one of several coroutines hung or crashed: next time each runs alone
+                job.alone = job.alone or (worker.begun and not worker.calls)
+                pool.queue.appendleft(job)
+        return bool(to_blame)
 
     def _take(self, job: Job, index: int, result: Result) -> None:
         if job.cancelled:
@@ -410,19 +398,3 @@ class RewardScheduler:
             self._failures.add(self.names[index], result.failure)
         if job.complete:
             self._finished.append(job)
-
-    def _replace(self, pool: WorkerPool, worker: WorkerProcess, failure: str | None = None) -> None:
-        for failed in pool.remove(worker, failure):
-            self._take(*failed)
-        pool.replace(worker)
-
-
-def _kill_all(pools: list[WorkerPool], owner: int) -> None:
-    """Kill all workers. Not a method, as it runs when the scheduler is garbage-collected."""
-    if os.getpid() == owner:  # a forked child leaves its parent's workers alone
-        workers = [worker for pool in pools for worker in pool.workers]
-        for worker in workers:
-            worker.kill()
-        if workers:
-            kill_strays(workers)
-        pools.clear()

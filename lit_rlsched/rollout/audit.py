@@ -33,6 +33,8 @@ class DraftAudit:
     """Drafts that were accepted whole."""
     distance: float = 0.0
     """Sum over tokens of `max(0, 1 - p/q)`, the rejection rate of token-wise verification."""
+    lost: int = 0
+    """Drafts that were discarded because weights that drew them are not kept."""
     nonfinite: int = 0
     """Drafts that were discarded for a log-prob that is not finite."""
     compared: int = 0
@@ -82,12 +84,8 @@ class Harvest:
     """Completions discarded before the round because they were too old."""
     stopped: list[Attempt] = field(default_factory=list)
     """Completions taken out of groups that needed no more, with or without tokens."""
-    drafted: list[Attempt] = field(default_factory=list)
-    """Completions deferred with their tokens as drafts."""
     drafts: DraftAudit = field(default_factory=DraftAudit)
     """Outcome of the drafts that the round began with."""
-    draft_tokens: int = 0
-    """Tokens of drafts for the next round, which were drawn during this one."""
 
     @property
     def discarded(self) -> list[Attempt]:
@@ -121,16 +119,7 @@ def put_off_old(
     before = [(completion, completion.copy()) for completion in old]
     for completion in old:
         completion.put_off()
-        completion.attempts -= 1  # verified and drawn on, it is the same draw
     return before
-
-
-def give_scores_back(before: Iterable[tuple[Completion, Completion]]) -> None:
-    """Give completions the scores that they had, where verification has kept all their tokens."""
-    for completion, was in before:
-        if was.scored and completion.token_ids == was.token_ids:
-            for name in ("text", "scores", "extra", "logged", "dropped"):
-                setattr(completion, name, getattr(was, name))
 
 
 def settle(
@@ -141,17 +130,11 @@ def settle(
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
     trained, left = rule.settle(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
-    unfinished, drafted = [], []
-    if rule.max_staleness == 0:
+    unfinished = []
+    if rule.max_staleness == 0 and rule.verifies_from is None:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
-        waits = {id(c) for g in left for c in g.completions} if rule.keeps_drafts else set()
         for key, (completion, drawn) in ran.items():
-            if key in kept:
-                continue
-            if key in waits:
-                drafted.append(drawn)
-                completion.put_off()
-            else:
+            if key not in kept:
                 unfinished.append(drawn)
                 completion.restart()
     return Harvest(
@@ -161,7 +144,6 @@ def settle(
         unfinished,
         list(stale),
         [attempt(c) for c in stopped],
-        drafted,
     )
 
 
@@ -248,14 +230,14 @@ class PoolAudit:
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
-        self.tokens += trace.tokens - harvest.draft_tokens + harvest.drafts.drawn
+        self.tokens += trace.tokens + harvest.drafts.drawn
         self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
         self.discarded_tokens += harvest.discarded_tokens
         self.recovered_tokens += harvest.drafts.accepted_tokens
         completions = [c for group in harvest.trained for c in group.completions]
         self.trained += (c.drawn for c in completions if not c.dropped)
         ended = [attempt(c) for c in completions]
-        self.first += (a for a in (*ended, *harvest.discarded, *harvest.drafted) if a.first)
+        self.first += (a for a in (*ended, *harvest.discarded) if a.first)
 
     def metrics(self) -> dict[str, float]:
         """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias, recovered tokens.

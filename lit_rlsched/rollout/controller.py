@@ -4,35 +4,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.rollout.progress import Progress
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.rollout.turns import Next, Turns
-from lit_rlsched.scheduling.ahead_rollout import (
-    FORWARD,
-    has_drafts,
-    turns_beside,
-    verified_together,
-)
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState
 from lit_rlsched.types import Completion, Event, Group, Request, Sample, stable_hash
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """How the drafts of a round are turned into completions."""
-
-    alone: Callable[[Sequence[Group]], None]
-    """Called with all groups, before anything is decoded."""
-    beside: Callable[[Sequence[Group]], None]
-    """Called with each part of them, while others decode and nothing else decides about them."""
-    share: float = FORWARD
-    """Share of `beside` in what the trainer computes in the round; see `turns_beside`."""
-
 
 HEED_SECONDS = 0.5
 """Longest wait for a score before `heed` is called again."""
@@ -77,11 +57,7 @@ class RolloutController:
         """Completions dropped since the run began, by reason."""
         self.waited = 0.0
         """Seconds for which this round stopped decoding to wait for scores."""
-        self.intervenes = False
-        """Whether the engine waits for this loop after each step."""
         self._progress = Progress([], patient=False)
-        self.before_step: Callable[[Worker, Callable[[], None]], None] | None = None
-        """Called with the worker and `heed` before each step; may change the engine's weights."""
         self._on_completion = on_completion
         self._on_group = on_group
         self._heed = heed
@@ -110,7 +86,6 @@ class RolloutController:
         predict: bool = False,
         feedback: Feedback | None = None,
         same_noise: bool = False,
-        verify: Verify | None = None,
     ) -> Iterator[Group]:
         """Decode and score the groups, and yield each group as it completes.
 
@@ -127,34 +102,27 @@ class RolloutController:
             lengths.start_round()
         samples = [Sample(g, c) for g in groups for c in g.completions]
         self._progress = Progress(groups, patient=rule.patience is not None)
+        self.state.waiting = {group.id for group in rule.waiting(groups)}
+        self._told: set[str] = set()
+        """Ids of groups with which the hooks were called, if the rule `reorders`."""
         self._came_finished: list[Sample] = []
         self._complete_groups: list[Group] = []
         """Complete groups that `feedback.more` is not asked about yet."""
         try:
-            beside = verify
-            if not has_drafts(groups) or self._intervenes(len(samples)):
-                beside = None
-                if verify is not None:
-                    verify.alone(groups)
-                samples = self._unfinished(samples)
-            waits = self.worker.may_wait(len(samples))
+            samples = self._unfinished(samples)
+            due = sum(not self._waits(sample) for sample in samples)
+            waits = self.worker.may_wait(due)
             self._probe = self.probe_tokens if lengths is not None and waits else 0
-            self.intervenes = self._intervenes(len(samples))
-            self.worker.start_round(ahead=not self.intervenes, version=version)
-            finished: list[Sample] = []
-            if beside is not None:
-                finished = self._verify_in_parts(beside, groups)
-            else:
-                self._submit_begun_first(samples)
+            ahead = not self._intervenes(due, len(samples))
+            self.worker.start_round(ahead=ahead, version=version)
+            self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
             # others may still end in this step: by an early stop
             now = self.worker.trace.decode_steps
             self.state.final = sum(at < now for at, _ in self._progress.decoded_at.values())
-            yield from self._react(finished)  # drafts accepted whole may already be enough
+            yield from self._react([])  # what came finished may already be enough
             turns = self.turns
             while (self._live or (turns and turns.pending)) and not rule.done(self.state):
                 self._heed()
-                if self.before_step is not None:
-                    self.before_step(self.worker, self._heed)
                 events = self.worker.step() if self._live else []
                 self.state.final = len(self.state.decoded)  # later groups are appended
                 finished = self._take(events)
@@ -169,6 +137,8 @@ class RolloutController:
                 self.scorer.wait(HEED_SECONDS)
                 yield from self._scored()
             yield from self._replace()
+            if rule.reorders:
+                self._tell(rule.settle(self.state.planned, self.state)[0])
         finally:
             self.worker.abort()
             self.scorer.cancel()
@@ -209,53 +179,55 @@ class RolloutController:
         """Let the predictor learn from the finished round, and return its accuracy metrics."""
         return {} if self.lengths is None else self.lengths.end_round()
 
-    def _intervenes(self, completions: int) -> bool:
-        """Return whether this loop may change, between two steps, what other completions decode."""
+    def _waits(self, sample: Sample) -> bool:
+        """Return whether a completion only uses a free slot in this round."""
+        return sample.group.id in self.state.waiting
+
+    def _tell(self, groups: Iterable[Group]) -> None:
+        """Call the hooks with complete groups that this round is certain to train on."""
+        for group in groups:
+            if group.complete and group.id not in self._told:
+                self._told.add(group.id)
+                for completion in group.completions:
+                    self._on_completion(completion)
+                self._on_group(group)
+
+    def _intervenes(self, due: int, completions: int) -> bool:
+        """Return whether this loop may change, between two steps, what other completions decode.
+
+        `due` of the completions do not only use free slots.
+        """
         if self._feedback.more or (self.turns is not None and self.turns.tool_steps is not None):
             return True
         worker = self.worker
-        if self._lengths is not None and worker.may_wait(completions):
+        if self._lengths is not None and worker.may_wait(due):
             return True
         stops = self._feedback.stop is not None or self._rule.stops_groups
-        crowded = worker.may_wait(completions + worker.drafts)
-        return crowded and (stops or worker.admission.budget is not None)
-
-    def _verify_in_parts(self, verify: Verify, groups: Sequence[Group]) -> list[Sample]:
-        """Submit the rest of each part once it is verified; return the samples finished since."""
-        finished: list[Sample] = []
-        parts = verified_together(groups)
-        turns = [turns_beside(part, groups, verify.share, self.worker.slots) for part in parts]
-        for part, most in zip(parts, turns, strict=True):  # counted before drafts are verified
-            self._heed()
-            work = partial(verify.beside, part)
-            for events in self.worker.during(work, most):
-                finished += self._take(events)
-                self.scorer.turn()
-            samples = [Sample(g, c) for g in part for c in g.completions]
-            self._submit_begun_first(self._unfinished(samples))
-        self.worker.all_submitted()
-        return finished
-
-    def _submit_begun_first(self, samples: list[Sample]) -> None:
-        self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
+        return worker.may_wait(completions) and (stops or worker.admission.budget is not None)
 
     def _unfinished(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return unfinished samples; submit finished but unscored ones to the scorer."""
+        """Return unfinished samples; submit finished ones to the scorer.
+
+        Of a group that is partly done, the hooks have seen the completions that have their scores.
+        """
+        rule = self._rule
+        partly = not rule.reorders and rule.verifies_from is None
         finished = [sample for sample in samples if sample.completion.finished]
         for sample in finished:
             self._count(sample)
-            if sample.completion.scored:
-                self.scorer.read(sample.completion)
-            else:
+            if self._waits(sample):
+                continue
+            self._came_finished.append(sample)
+            if not (partly and sample.completion.scored):
                 self.scorer.submit(sample.group, sample.completion)
-        self._came_finished += finished
         return [sample for sample in samples if not sample.completion.finished]
 
     def _scored(self) -> Iterator[Group]:
         for group, completion in self.scorer.poll():
             if any(c is completion for c in self.state.stopped.get(group.id, ())):
                 continue  # the group was stopped without it
-            self._on_completion(completion)
+            if not self._rule.reorders:
+                self._on_completion(completion)
             enough = self._rule.enough(group, self.state)
             if enough is not None:
                 yield from self._stop(group, enough)
@@ -264,7 +236,10 @@ class RolloutController:
 
     def _complete(self, group: Group) -> Iterator[Group]:
         """Yield a complete group, at once unless another may take its place."""
-        if self._feedback.more is None:
+        if self._rule.reorders:
+            self._tell(self._rule.final_groups(self.state))
+            yield group
+        elif self._feedback.more is None:
             self._on_group(group)
             yield group
         else:
@@ -280,8 +255,20 @@ class RolloutController:
             self._on_group(group)
             if self._feedback.more and (another := self._feedback.more(group)):
                 self._progress.add(another)
+                others = self._make_way()
                 self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
+                self.worker.submit(others)
             yield group
+
+    def _make_way(self) -> list[Request]:
+        """Take completions of later rounds out of their slots; they go on once others are free."""
+        later = [name for name, (_, request) in self._live.items() if request.later]
+        self._take(self.worker.abort(later))
+        for name in later:
+            sample, request = self._live[name]
+            request = replace(request, prefix_ids=sample.completion.token_ids[:])
+            self._live[name] = sample, request
+        return [self._live[name][1] for name in later]
 
     def _react(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Do what must happen before the next step, and yield groups that complete."""
@@ -299,7 +286,8 @@ class RolloutController:
     def _await(self, finished: Sequence[Sample]) -> Iterator[Group]:
         """Wait for scores that change what decodes, and stop groups that need no more."""
         stop, more = self._feedback.stop, self._feedback.more
-        for group in {sample.group.id: sample.group for sample in finished}.values():
+        due = {s.group.id: s.group for s in finished if not self._waits(s)}
+        for group in due.values():
             decodes = self._progress.undecoded[group.id] > 0
             if not (stop and stop.waits(group) if decodes else more):
                 continue
@@ -361,14 +349,18 @@ class RolloutController:
                 ),
                 sampling=sample.group.sampling,
                 prefix_ids=sample.completion.token_ids[:],
-                pause_at=probe if len(sample.completion.token_ids) < probe else None,
+                pause_at=None
+                if self._waits(sample) or len(sample.completion.token_ids) >= probe
+                else probe,
+                later=self._waits(sample),
                 returns=tools and sample.completion.drawn > 0,
             )
             for sample in samples
         ]
         self._live |= {r.id: (sample, r) for sample, r in zip(samples, requests, strict=True)}
         if self._lengths is not None:
-            self._expect([r for r, q in zip(samples, requests, strict=True) if q.pause_at is None])
+            probed = zip(samples, requests, strict=True)
+            self._expect([s for s, r in probed if r.pause_at is None and not r.later])
         self.worker.submit(self._live[r.id][1] for r in requests)
 
     def _expect(self, samples: Sequence[Sample]) -> None:
@@ -407,11 +399,12 @@ class RolloutController:
         if self.turns is None:
             for sample in samples:
                 del self._live[sample.id]
+        due = [sample for sample in samples if not self._waits(sample)]
         if lengths is not None:
-            lengths.observe([sample for sample in samples if not sample.completion.dropped])
-        progress, turn = self._progress, self.worker.trace.decode_steps
+            lengths.observe([sample for sample in due if not sample.completion.dropped])
         for sample in samples:
-            progress.count(sample, turn)
+            self._count(sample)
+        for sample in due:
             completion = sample.completion
             if not all(map(math.isfinite, completion.logprobs)):
                 completion.dropped = "nonfinite_logprob"

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from lit_rlsched.rollout.audit import DraftAudit
 from lit_rlsched.rollout.scoring import EarlyStop
-from lit_rlsched.scheduling.ahead_rollout import AfterRound
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Group
@@ -16,31 +15,19 @@ class RoundHooks:
     Each round has its own object. What the attributes say is read after `planned`.
     """
 
+    rounds: int | None = None
+    """Number of rounds until training ends, with this one; read before `planned`."""
     stop: EarlyStop | None = None
     """Stops groups that need no more completions."""
     max_num_gen_batches: int = 1
     """Bound on the prompts of a round, as a multiple of an update's; above 1, `is_replaced`
     decides which prompts are replaced."""
-    drafts_next: AfterRound | None = None
-    """What happens to the drafts that free slots begin; `None`: they begin none."""
-    trains_drafts: bool = False
-    """Whether `train_drafts` is called."""
 
     def planned(self, groups: list[Group]) -> None:
         """Called with the groups of the round, before anything is drawn."""
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
-        """Turn drafts of groups into completions of a policy version, before they are submitted."""
-        return DraftAudit()
-
-    def train_drafts(
-        self, groups: Sequence[Group], version: int, trace: RolloutTrace
-    ) -> DraftAudit:
-        """Verify some drafts with the pass that trains on them, before `verify` gets the others.
-
-        Not called if the round may change what other completions decode: with early stops, length
-        predictions or budgets, and if prompts may be replaced.
-        """
+        """Turn drafts of groups into completions of a policy version, before anything is drawn."""
         return DraftAudit()
 
     def is_replaced(self, group: Group) -> bool:

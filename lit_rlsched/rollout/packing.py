@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lit_rlsched.types import Completion, Draft, FinishReason, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, FinishReason, Group, Prompt, Sampling
 
 _FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -20,7 +20,6 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
     groups = list(groups)
     completions = [c for g in groups for c in g.completions]
     spans = [s for c in completions for s in c.segments]
-    drafts = [c.draft for c in completions]
     return {
         "groups": [
             (g.id, g.prompt.uid, len(g.completions), g.deferred, *astuple(g.sampling))
@@ -44,10 +43,6 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
         "logprobs": _joined((c.logprobs for c in completions), np.float64),
         "span_offsets": _offsets(c.segments for c in completions),
         "spans": torch.tensor(spans, dtype=torch.int64).reshape(-1, 2),
-        "draft_spans": [d and [*d.segments] for d in drafts],
-        "draft_offsets": _offsets(d.token_ids if d else () for d in drafts),
-        "draft_ids": _joined((d.token_ids for d in drafts if d), np.int32),
-        "draft_logprobs": _joined((d.logprobs for d in drafts if d), np.float64),
         "old": _optional([c.old_logprobs for c in completions], completions),
         "ref": _optional([c.ref_logprobs for c in completions], completions),
     }
@@ -74,7 +69,6 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
         "attempts": state["attempts"].tolist(),
         "dropped": state["dropped"],
         "advantage": state["advantage"].tolist(),
-        "draft": _drafts(state),
         "old_logprobs": missing if state["old"] is None else _arrays("d", state["old"], offsets),
         "ref_logprobs": missing if state["ref"] is None else _arrays("d", state["ref"], offsets),
     }
@@ -87,19 +81,6 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
     for group, overtaken in zip(groups, state.get("overtaken", ()), strict=False):
         group.overtaken = overtaken
     return groups
-
-
-def _drafts(state: dict[str, Any]) -> list[Draft | None]:
-    tokens = _arrays("i", state["draft_ids"], state["draft_offsets"])
-    logprobs = _arrays("d", state["draft_logprobs"], state["draft_offsets"])
-    if "draft_spans" not in state:  # earlier checkpoints have drafts of one version each
-        versions = zip(state["draft_versions"], tokens, strict=True)
-        state = {
-            **state,
-            "draft_spans": [None if v is None else [(v, len(t))] for v, t in versions],
-        }
-    drafts = zip(tokens, logprobs, state["draft_spans"], strict=True)
-    return [None if spans is None else Draft(t, p, spans) for t, p, spans in drafts]
 
 
 def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which prompts a round decodes: those in the pool, and the next ones of the data."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +49,8 @@ class RolloutBuffer:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens drawn so far of all completions, drafts included."""
-        drafts = (c.draft.token_ids if c.draft else () for c in self.completions)
-        return sum(c.drawn for c in self.completions) + sum(map(len, drafts))
+        """Number of tokens drawn so far of all completions."""
+        return sum(c.drawn for c in self.completions)
 
     def restart(self) -> int:
         """Reset every completion to its state before the first draw."""
@@ -87,57 +86,18 @@ class RoundPlanner:
         """Gives the next prompts; set by `connect` once they are tokenised."""
         self.sampling = sampling
         self.num_generations = num_generations
-        self.following: list[str] = []
-        """Ids of groups of the pool that were planned for the round after the next one."""
-        self.later: list[str] = []
-        """Ids of groups that were drawn with these, for rounds after that one."""
 
     def connect(self, source: "DomainSource | StreamSource") -> None:
         """Draw from `source`. A known source with the same domains keeps its position instead."""
         if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source
 
-    def plan(self, rule: RoundRule) -> list[Group]:
-        """Return the groups of the next round."""
-        return self._plan(rule, self._ahead)
-
-    def plan_following(self, rule: RoundRule, planned: Sequence[Group]) -> list[Group]:
-        """Return the groups of later rounds that are known before the planned one begins.
-
-        They stay out of other rounds until `follow`. If the data has too few prompts beside the
-        pool's, they are fewer.
-        """
-        if not self.following:
-            taken, drawn = {group.id for group in planned}, list[Group]()
-            leaving = () if rule.may_leave(planned) else taken
-            for domain, n in rule.draws_following(planned, self._besides(taken)):
-                assert self.source is not None
-                left = self.source.left(self._uids(leaving), domain)
-                drawn += self._draw(min(n, left) if rule.ends_early else n, domain, rule, leaving)
-            groups = rule.plan_following(planned, self._besides(taken))
-            self.following = [group.id for group in groups]
-            self.later = [group.id for group in drawn if group.id not in self.following]
-        copies = {group.id: group.copy() for group in self.pool}
-        return [copies[name] for name in self.following]
-
-    def _plan(self, rule: RoundRule, taken: Collection[str]) -> list[Group]:
-        for domain, n in rule.draws(self._besides(taken)):
-            self._draw(n, domain, rule, taken)
-        return [group.copy() for group in rule.plan(self._besides(taken))]
-
-    def follow(self) -> list[Group]:
-        """Let the next rounds have the groups of `plan_following`; return the others."""
-        others = self._besides(self._ahead)
-        self.following, self.later = [], []
-        return others
-
-    @property
-    def _ahead(self) -> set[str]:
-        """Ids of groups that no round has before those that were planned ahead."""
-        return {*self.following, *self.later}
-
-    def _besides(self, taken: Collection[str]) -> list[Group]:
-        return [group for group in self.pool if group.id not in taken]
+    def plan(self, rule: RoundRule, rounds: int | None = None) -> list[Group]:
+        """Return the groups of the next round, with which training goes on for `rounds`."""
+        for domain, n in rule.draws([*self.pool]):
+            most = n if rounds is None else rule.reach(rounds) - len(self.pool)
+            self._draw(max(0, min(n, most)), domain, rule)
+        return [group.copy() for group in rule.plan([*self.pool])]
 
     def replacement(self, group: Group, planned: Sequence[Group], rule: RoundRule) -> Group | None:
         """Return another group for the same round, or `None` if its domain has no prompt left.
@@ -147,38 +107,34 @@ class RoundPlanner:
         """
         ids, late = {g.id for g in planned}, group.deferred > 0
         domain = rule.domain_of(group.prompt)
-        waiting = self._besides(ids | self._ahead)
+        waiting = [g for g in self.pool if g.id not in ids]
         deferred = [g for g in waiting if g.deferred] if late else []
         fresh = (g for g in waiting if not g.deferred and rule.domain_of(g.prompt) == domain)
         if (other := next(chain(deferred, fresh), None)) is not None:
             return other.copy()
         assert self.source is not None
-        elsewhere = () if rule.ends_early else self.following
-        if not self.source.left(self._uids(elsewhere), domain):
+        if not self.source.left(self._uids(), domain):
             return None
-        (drawn,) = self._draw(1, domain, rule, elsewhere)
+        (drawn,) = self._draw(1, domain, rule)
         return drawn.copy()
 
-    def _draw(
-        self, n: int, domain: str | None, rule: RoundRule, taken: Collection[str]
-    ) -> list[Group]:
-        """Add the next `n` prompts of a domain that only groups of `taken` have to the pool."""
+    def _draw(self, n: int, domain: str | None, rule: RoundRule) -> list[Group]:
+        """Add the next `n` prompts of a domain that the pool does not have."""
         assert self.source is not None
         drawn = []
-        for draw in self.source.draw(n, self._uids(taken), domain):
+        for draw in self.source.draw(n, self._uids(), domain):
             launched = rule.launched(self.num_generations)
             drawn.append(repeat(draw.prompt, launched, draw.key, self.sampling))
             self.pool.add(drawn[-1])
         return drawn
 
-    def _uids(self, taken: Collection[str]) -> set[str]:
-        return {group.prompt.uid for group in self._besides(taken)}
+    def _uids(self) -> set[str]:
+        return {group.prompt.uid for group in self.pool}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the pool and the position in the data."""
         source = None if self.source is None else self.source.state_dict()
-        coming = {"following": [*self.following], "later": [*self.later]}
-        return {"source": source, "pool": self.pool.state_dict(), **coming}
+        return {"source": source, "pool": self.pool.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
         """Restore pool and position; `prompt` finds a prompt by its uid."""
@@ -186,4 +142,3 @@ class RoundPlanner:
             assert self.source is not None
             self.source.load_state_dict(state["source"])
         self.pool.load_state_dict(state["pool"], prompt)
-        self.following, self.later = ([*state.get(n, ())] for n in ("following", "later"))

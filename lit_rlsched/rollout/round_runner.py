@@ -10,28 +10,22 @@ from lit_rlsched.rollout.audit import (
     DraftAudit,
     Harvest,
     PoolAudit,
-    give_scores_back,
     put_off_old,
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.controller import Verify
 from lit_rlsched.rollout.hooks import RoundHooks
-from lit_rlsched.rollout.next_drafts import Following
 from lit_rlsched.rollout.planner import RoundPlanner
 from lit_rlsched.rollout.scoring import Feedback
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.ahead_rollout import FORWARD
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Group, Prompt, Sample
+from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 AHEAD = "ahead"
 """Part of the seeds of a round drawn ahead: another round may have its policy version and
 prompts."""
-BESIDE = "beside"
-"""Part of the seeds of completions drawn beside a validation."""
 
 
 @dataclass(slots=True)
@@ -52,8 +46,6 @@ class DrawnRound:
     failures: Counter[str]
     """Failures of single completions: see `RolloutSession.failures`."""
     metrics: dict[str, float] = field(default_factory=dict)
-    following: Following | None = None
-    """The next round, whose drafts the rollout has drawn."""
 
 
 class RoundInProgress:
@@ -70,81 +62,64 @@ class RoundInProgress:
         hooks: RoundHooks,
     ) -> None:
         began = time.perf_counter()
-        self._planner = planner = runner.planner
-        self._session = session
+        self._planner, self._session, self._hooks = runner.planner, session, hooks
         self.rule, self.number, self.version = rule, number, version
-        self.groups = planner.plan(rule)
-        before = put_off_old(self.groups, version, rule)
-        self._stale = restart_stale(self.groups, version, rule)
-        self._hooks = hooks
-        hooks.planned(self.groups)
         self._drafts, self._verifying = DraftAudit(), 0.0
-        self._begun: dict[str, int] = {}
-        self._metrics: dict[str, float] = {}
         self._failed = session.failures()
+        self.groups = runner.planner.plan(rule, hooks.rounds)
+        old = put_off_old(self.groups, version, rule)
+        self._stale = restart_stale(self.groups, version, rule)
+        self._waiting = {group.id for group in rule.waiting(self.groups)}
+        hooks.planned(self.groups)
+        self._verify(self.groups, old)
+        samples = [Sample(g, c) for g in self.groups for c in g.completions]
+        self._begun = {sample.id: len(sample.completion.token_ids) for sample in samples}
         replaces = hooks.max_num_gen_batches > 1
         feedback = Feedback(hooks.stop, self._another if replaces else None)
-        self._following, how = None, hooks.drafts_next
-        in_parts = how == "go_on" or hooks.trains_drafts
-        if not in_parts:
-            self._verify_begun(self.groups)
-        give_scores_back(before)
-        if how is not None:
-            following = planner.plan_following(rule, self.groups)
-            self._following = Following(following, runner.salt_with(AHEAD), how == "go_on")
-        share = 1.0 if hooks.trains_drafts else FORWARD
-        verify = Verify(self._verify_begun, self._train_begun, share)
-        self._rollout = session.rollout(
-            self.groups,
-            version,
-            rule,
-            salt,
-            predict=True,
-            feedback=feedback,
-            following=self._following,
-            verify=verify if in_parts else None,
-        )
+        self._rollout = session.rollout(self.groups, version, rule, salt, True, feedback)
         self._seconds = time.perf_counter() - began
 
-    def _verify_begun(self, groups: Sequence[Group]) -> None:
-        """Verify the drafts of groups, before anything is drawn for them in this round."""
-        self._verify(groups)
-        samples = [Sample(g, c) for g in groups for c in g.completions]
-        self._begun |= {sample.id: len(sample.completion.token_ids) for sample in samples}
-        self._session.scorer.forget_ahead({s.id for s in samples if not s.completion.finished})
+    @property
+    def _due(self) -> list[Group]:
+        """The groups that do not only use free slots."""
+        return [group for group in self.groups if group.id not in self._waiting]
 
-    def _train_begun(self, groups: Sequence[Group]) -> None:
-        """Verify the drafts of groups, if possible with the pass that trains on them."""
-        if self._hooks.trains_drafts:
-            self._drafts += self._hooks.train_drafts(groups, self.version, self._session.trace)
-        self._verify_begun(groups)
+    def _verify(
+        self, groups: Sequence[Group], old: Sequence[tuple[Completion, Completion]]
+    ) -> None:
+        """Verify tokens of earlier policies; `old` has the completions as they were before.
 
-    def _verify(self, groups: Sequence[Group]) -> None:
-        verified = time.perf_counter()
+        A completion that keeps all its tokens keeps its scores, too.
+        """
+        if not old:
+            return
+        began = time.perf_counter()
         with self._session.timeline.doing("verify", TRAINER):
             self._drafts += self._hooks.verify(groups, self.version)
-        self._verifying += time.perf_counter() - verified
+        self._verifying += time.perf_counter() - began
+        for completion, was in old:
+            if was.scored and completion.token_ids == was.token_ids:
+                for name in ("text", "scores", "extra", "logged", "dropped"):
+                    setattr(completion, name, getattr(was, name))
 
     def _another(self, group: Group) -> Group | None:
         """Return a group that takes the place of a complete one, if it is to be replaced."""
         most = self._hooks.max_num_gen_batches * self.rule.update_prompts
-        if not self._hooks.is_replaced(group) or len(self.groups) >= most:
+        if not self._hooks.is_replaced(group) or len(self._due) >= most:
             return None
         drawn = self._planner.replacement(group, self.groups, self.rule)
         if drawn is not None:
             self.groups.append(drawn)
+            old = put_off_old([drawn], self.version, self.rule)
             self._stale.extend(restart_stale([drawn], self.version, self.rule))
-            self._verify([drawn])
+            self._verify([drawn], old)
         return drawn
 
     def decode(self) -> None:
         """Decode and score the groups until the rule ends the round."""
         began = time.perf_counter()
         controller, trace = self._session.controller, self._session.trace
-        beside_update = self._hooks.drafts_next == "go_on"
         for _ in self._rollout:
-            if beside_update and controller.intervenes:
-                continue  # the engine would wait now, and decodes beside the update
             self._hooks.advanced(controller.state, trace)
         self._metrics = controller.end_predictions() | self._session.metrics()
         self._state, self._trace = controller.state, trace
@@ -156,16 +131,13 @@ class RoundInProgress:
         harvest = settle(self.groups, self.rule, self._state, self._stale)
         harvest.drafts = self._drafts
         metrics = self._metrics
-        if self._following is not None:
-            metrics["rollout/draft_tokens"] = harvest.draft_tokens = self._following.tokens
-            metrics["rollout/drafts_begun"] = self._following.begun
         if self._drafts.tokens:
             metrics["time/drafts"] = self._verifying
         if self._hooks.max_num_gen_batches > 1:
-            batches = len(self.groups) / self.rule.update_prompts
+            batches = len(self._due) / self.rule.update_prompts
             metrics["dynamic_sampling/num_gen_batches"] = batches
         if (control_tokens := self._session.control_tokens) is not None:
-            metrics |= control_tokens.of_prompts(group.prompt for group in self.groups)
+            metrics |= control_tokens.of_prompts(group.prompt for group in self._due)
         metrics["time/rollout"] = self._seconds
         return DrawnRound(
             self.number,
@@ -177,7 +149,6 @@ class RoundInProgress:
             self._trace,
             self._failed,
             metrics,
-            self._following,
         )
 
 
@@ -200,10 +171,6 @@ class RoundRunner:
         """Part of every seed, so that a second Trainer draws other noise."""
         return f"run {self.runs}" if self.runs else ""
 
-    def salt_with(self, more: str) -> str:
-        """Return a salt for draws with a round's policy version and other noise."""
-        return f"{self.salt} {more}".strip()
-
     def begin(
         self,
         session: RolloutSession,
@@ -217,7 +184,7 @@ class RoundRunner:
 
         `salt` tells rounds of the same version apart.
         """
-        salt = self.salt_with(salt)
+        salt = f"{self.salt} {salt}".strip()
         return RoundInProgress(self, session, rule, number, version, salt, hooks or RoundHooks())
 
     def run(
@@ -235,33 +202,20 @@ class RoundRunner:
 
     def commit(self, drawn: DrawnRound) -> dict[str, float]:
         """Remove the planned groups from the pool, except those that stay, and update these."""
-        pool, following = self.planner.pool, drawn.following
+        pool = self.planner.pool
         pool.settle(drawn.planned, drawn.harvest.left)
         self.audit.add(drawn.harvest, drawn.trace)
-        if following is not None and not following.goes_on:
-            self.keep_begun(following)
-        left = self.planner.follow()
+        left = [*pool]
         metrics: dict[str, float] = {"rollout/pool_prompts": len(left)}
         if drawn.rule.ends_cycle(drawn.planned, left):
             metrics |= self.audit.metrics()
             self.audit = PoolAudit(carried_tokens=pool.tokens)
         return metrics
 
-    def begin_beside(self, rule: RoundRule) -> Following:
-        """Plan the next round, whose drafts another rollout draws; `keep_begun` takes them."""
-        return Following(self.planner.plan(rule), self.salt_with(BESIDE), goes_on=False)
-
-    def keep_begun(self, following: Following) -> None:
-        """Put the drafts of a rollout that has ended into the pool."""
-        self.audit.carried_tokens += following.tokens
-        following.put_off()
-        self.planner.pool.settle(following.groups, following.groups)
-
     def leave_run(self) -> int:
         """Reset the pool for a new Trainer, whose policy versions start again at 0."""
         self.audit = PoolAudit()
         self.runs += 1  # the noise that decided what is left in the pool must not come again
-        self.planner.follow()
         return self.planner.pool.restart()
 
     def state_dict(self) -> dict[str, Any]:

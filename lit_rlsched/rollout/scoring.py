@@ -2,18 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lit_rlsched.rewards.jobs import ScoredJob
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
+from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.text import printable
 from lit_rlsched.types import Completion, Group, Sample
-
-SCORE_SECONDS = 0.05
-"""Longest wait for the scores of drafts before something else is looked at."""
 
 
 class Scorer:
@@ -47,26 +43,15 @@ class Scorer:
         """Start and end of each `wait`, until somebody takes them."""
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
-        self._ahead: dict[Hashable, _Ahead] = {}
-        self._known: list[ScoredJob] = []
-        """Of completions that were submitted when they were scored already."""
-        self.kept_ahead = 0
-        """Completions of this round whose scoring had begun before it."""
 
     @property
     def names(self) -> list[str]:
         """Names of the reward functions."""
         return list(self.scheduler.names)
 
-    def turn(self, seconds: float = 0.0) -> None:
-        """Let the reward scheduler handle what its workers have sent.
-
-        Args:
-            seconds: Maximum time to wait for a score.
-        """
-        self.scheduler.turn(seconds)
-        if self._ahead:
-            self._known += self._note_ahead(self.scheduler.poll())
+    def turn(self) -> None:
+        """Let the reward scheduler handle what its workers have sent."""
+        self.scheduler.turn()
 
     def failures(self) -> Counter[str]:
         """Return failures of reward functions since the run began: `rewards/<func>/*`."""
@@ -81,81 +66,23 @@ class Scorer:
         """Number of submitted completions that `poll` has not returned yet."""
         return len(self._pending) + len(self._unscorable)
 
-    def read(self, completion: Completion) -> None:
-        """Set the text of a completion, which checkpoints leave out."""
-        completion.text = completion.text or self.decode(completion.own_ids)
-
     def submit(self, group: Group, completion: Completion) -> None:
-        """Start scoring a finished completion."""
+        """Start scoring a finished completion; one that has its scores keeps them."""
         completion.text = self.decode(completion.own_ids)
-        if completion.dropped or not self.scores:
+        if completion.scored or completion.dropped or not self.scores:
             self._unscorable.append((group, completion))
             return
         job_id = f"{group.id}/{completion.index}"
         self._pending[job_id] = (group, completion)
-        ahead = self._ahead.pop(job_id, None)
-        if ahead is not None and ahead.token_ids == completion.token_ids:
-            self.kept_ahead += 1
-            self._known += [ahead.job] if ahead.job is not None else []
-            return
-        if ahead is not None:
-            self.scheduler.cancel([job_id])
-        self._start(group, completion)
-
-    def submit_ahead(self, group: Group, completion: Completion) -> None:
-        """Start scoring a draft that has ended, before it is verified.
-
-        `submit` uses the score if the completion has become the same.
-        """
-        if not self.scores_drafts:
-            return
-        completion.text = self.decode(completion.own_ids)
-        self._ahead[f"{group.id}/{completion.index}"] = _Ahead(completion.token_ids)
-        self._start(group, completion)
-
-    @property
-    def scores_drafts(self) -> bool:
-        """Whether scores do not depend on the progress of training or on adaptive time-outs."""
-        asks = self.scheduler.asks_for("trainer_state")
-        return self.scores and self.timeouts is None and not asks
-
-    def score_drafts(self, samples: Sequence[Sample], heed: Callable[[], None]) -> None:
-        """Set the scores of ended drafts, given as completions, once they are there.
-
-        `heed` is called while it waits.
-        """
-        for sample in samples:
-            if sample.id not in self._ahead:  # after a resume
-                self.submit_ahead(sample.group, sample.completion)
-        began = time.monotonic()
-        for sample in samples:
-            while (job := self._ahead[sample.id].job) is None:
-                heed()
-                self.turn(SCORE_SECONDS)
-            self._give(sample.completion, job)
-        self.waits.append((began, time.monotonic()))
-
-    @property
-    def scores_ahead(self) -> bool:
-        """Whether scores of drafts are missing."""
-        return any(ahead.job is None for ahead in self._ahead.values())
-
-    def forget_ahead(self, ids: Collection[Hashable] | None = None) -> None:
-        """Forget drafts that were verified and not kept whole, by id; by default all."""
-        gone = self._ahead.keys() & (self._ahead.keys() if ids is None else set(ids))
-        self.scheduler.cancel(gone)
-        for job_id in gone:
-            del self._ahead[job_id]
-
-    def _note_ahead(self, jobs: Iterable[ScoredJob]) -> list[ScoredJob]:
-        """Keep the scores of drafts, and return the others; what was cancelled has none."""
-        for job in (jobs := [*jobs]):
-            if (ahead := self._ahead.get(job.job_id)) is not None:
-                ahead.job = job
-        return [job for job in jobs if job.job_id in self._pending]
+        self.scheduler.submit(
+            job_id,
+            **self.arguments(group, completion),
+            timeout=self.timeout(group),
+            given=completion.given,
+        )
 
     def arguments(self, group: Group, completion: Completion) -> dict[str, Any]:
-        """Return what functions are called with, for `rewards.jobs.packed_row`."""
+        """Return what functions are called with, for `workers.messages.packed_row`."""
         answer: Any = completion.shown
         if answer is completion.text and not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]
@@ -171,44 +98,33 @@ class Scorer:
         """Return the seconds that a function may take, if they are the prompt's own."""
         return None if self.timeouts is None else self.timeouts.of(group.prompt.uid)
 
-    def _start(self, group: Group, completion: Completion) -> None:
-        self.scheduler.submit(
-            f"{group.id}/{completion.index}",
-            **self.arguments(group, completion),
-            timeout=self.timeout(group),
-            given=completion.given,
-        )
-
     def poll(self) -> Iterator[tuple[Group, Completion]]:
         """Yield completions scored since the last call; scores are set as each one is reached."""
         unscorable, self._unscorable = self._unscorable, []
         for group, completion in unscorable:
-            completion.scores = [None] * len(self.scheduler.names)
+            if not completion.scored:
+                completion.scores = [None] * len(self.scheduler.names)
             yield group, completion
-        known, self._known = self._known, []
-        for job in (*known, *self._note_ahead(self.scheduler.poll())):
+        for job in self.scheduler.poll():
             if job.job_id not in self._pending:
                 continue  # cancelled since
             group, completion = self._pending.pop(job.job_id)
-            self._give(completion, job)
+            completion.scores = job.scores
+            completion.reward_seconds = float(sum(s for s in job.seconds if s is not None))
+            failed = zip(self.scheduler.names, job.failures, strict=True)
+            completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
+            if completion.failure:  # the sum of the other scores would not compare with siblings'
+                completion.scores = [None] * len(job.scores)
+            completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
             if self.timeouts is not None:
                 seconds = max((s for s in job.seconds if s is not None), default=0.0)
                 self.timeouts.observe(group.prompt.uid, seconds, completion.correct)
             yield group, completion
 
-    def _give(self, completion: Completion, job: ScoredJob) -> None:
-        completion.scores = job.scores
-        completion.reward_seconds = float(sum(s for s in job.seconds if s is not None))
-        failed = zip(self.scheduler.names, job.failures, strict=True)
-        completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
-        if completion.failure:  # the sum of the other scores would not compare with siblings'
-            completion.scores = [None] * len(job.scores)
-        completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
-
     def wait(self, timeout: float | None = None) -> None:
         """Block until a score has arrived, at most `timeout` seconds."""
         assert self.pending, "nothing to wait for"
-        if not self._unscorable and not self._known:
+        if not self._unscorable:
             began = time.monotonic()
             self.scheduler.wait(timeout)
             self.waits.append((began, time.monotonic()))
@@ -219,16 +135,7 @@ class Scorer:
         self.scheduler.cancel(forgotten)
         for job_id in forgotten:
             del self._pending[job_id]
-        self._known = [job for job in self._known if job.job_id in self._pending]
         self._unscorable = [(g, c) for g, c in self._unscorable if group and g is not group]
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """A draft that has ended and is scored."""
-
-    token_ids: Sequence[int]
-    job: ScoredJob | None = None
 
 
 class Unscored:
@@ -247,19 +154,10 @@ class Unscored:
     def wait(self, timeout: float | None = None) -> None:
         pass
 
-    def read(self, completion: Completion) -> None:
-        pass
-
     def submit(self, group: Group, completion: Completion) -> None:
         self._finished.append((group, completion))
 
-    def submit_ahead(self, group: Group, completion: Completion) -> None:
-        pass
-
-    def forget_ahead(self, ids: Collection[Hashable] | None = None) -> None:
-        pass
-
-    def turn(self, seconds: float = 0.0) -> None:
+    def turn(self) -> None:
         pass
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:

@@ -3,30 +3,25 @@
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.devices import give_back
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.background import Background
-from lit_rlsched.rollout.controller import RolloutController, Verify
-from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
-from lit_rlsched.rollout.scoring import SCORE_SECONDS, Feedback, Scorer
+from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.in_flight_updates import InFlight
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.scheduling.timeline import ENGINES, REWARDS, TRAINER, WEIGHTS, Timeline
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Completion, Group, Sample
+from lit_rlsched.types import Completion, Group
 
-T = TypeVar("T")
-Sync = Callable[..., Mapping[str, float]]
-"""Copies the weights of a policy version to the engine and returns metrics. `keep=True`: running
-requests keep their key-value cache."""
+Sync = Callable[[int], Mapping[str, float]]
+"""Copies the weights of a policy version to the engine and returns metrics."""
 
 
 class RolloutSession:
@@ -44,7 +39,6 @@ class RolloutSession:
         on_completion: Called with each completion once it is scored.
         on_group: Called with each group once all of its completions are scored.
         heed: See `RolloutController`.
-        in_flight: When `update` changes the weights of a rollout in the background.
         control_tokens: Finds tokens of the chat template in the messages of rows.
         **controller: Further arguments of `RolloutController`.
     """
@@ -60,7 +54,6 @@ class RolloutSession:
         on_completion: Callable[[Completion], None] = lambda completion: None,
         on_group: Callable[[Group], None] = lambda group: None,
         heed: Callable[[], None] = lambda: None,
-        in_flight: InFlight | None = None,
         control_tokens: ControlTokens | None = None,
         **controller: Any,
     ) -> None:
@@ -72,11 +65,9 @@ class RolloutSession:
         self._synced: Mapping[str, float] = {}
         self._admission = admission or (lambda: Admission(spec.slots // len(engine.engines)))
         self._rollout: Generator[Group | None, None, None] = (g for g in list[Group]())
-        self.background = background = Background(in_flight, heed)
+        self.background = background = Background(heed)
         """Runs rollouts beside the trainer."""
         self._watch: Callable[[Completion], None] | None = None
-        self._began = 0
-        """Policy version that the rollout began with."""
         try:
             give_back(spec.device)
             engine.start(spec)
@@ -112,10 +103,6 @@ class RolloutSession:
         metrics: dict[str, float] = {}
         if self.controller.waits_for_scores:
             metrics["rollout/score_wait_seconds"] = self.controller.waited
-        if (met := self.background.meetings) is not None:
-            metrics["in_flight/engine_wait_seconds"] = met.rollout_seconds
-            metrics["in_flight/trainer_wait_seconds"] = met.trainer_seconds
-            metrics["in_flight/updates"] = len(met.switches)
         if (turns := self.controller.turns) is not None:
             metrics |= turns.metrics(self.trace.seconds * self.trace.slots)
         return metrics | self.controller.worker.metrics() | dict(self._synced)
@@ -130,82 +117,34 @@ class RolloutSession:
         feedback: Feedback | None = None,
         same_noise: bool = False,
         watch: Callable[[Completion], None] | None = None,
-        following: Following | None = None,
-        verify: Verify | None = None,
     ) -> Generator[Group, None, None]:
         """Sync the weights of `version`, run `groups`, and yield each as it completes.
 
         The arguments are those of `RolloutController.run`; by default every group runs to its end.
         With `watch` no hook is called, but `watch` with each scored completion. Starting a rollout
         drops an earlier one that did not run to its end, but waits for one in the background.
-
-        `following`: groups of the next round that use free slots. They are neither scored nor
-        yielded. At the end of the round they stop, or `go_on` finishes them.
         """
         self.wait()
         self._rollout.close()
-        self.scorer.version, self._began, self._watch = version, version, watch
-        self.scorer.kept_ahead = 0
-        rule, controller = rule or FullRound(len(groups)), self.controller
-        if following is not None and not following.goes_on and self._moves(groups):
-            following = None
-        drawn = controller.run(groups, rule, version, salt, predict, feedback, same_noise, verify)
-        self._rollout = self._run(version, drawn, following)
-        next(self._rollout)  # the weights have to be read before they change
-        return _first_part(self._rollout)
+        self.scorer.version, self._watch = version, watch
+        rule = rule or FullRound(len(groups))
+        drawn = self.controller.run(groups, rule, version, salt, predict, feedback, same_noise)
+        self._rollout = rollout = self._run(version, drawn)
+        next(rollout)  # the weights have to be read before they change
+        return cast(Generator[Group, None, None], rollout)
 
-    def _moves(self, groups: Sequence[Group]) -> bool:
-        """Whether completions may wait for a slot of another engine, which drafts would take."""
-        unfinished = sum(not c.finished for group in groups for c in group.completions)
-        worker = self.controller.worker
-        return len(self.engine.engines) > 1 and worker.may_wait(unfinished)
-
-    def go_on(self) -> None:
-        """Draw the rest of the drafts of the current rollout."""
-        for _ in self._rollout:
-            pass
-
-    def score_drafts(self, groups: Sequence[Group]) -> None:
-        """Wait for the scores of ended drafts, given as completions."""
-        samples = [Sample(group, c) for group in groups for c in group.completions]
-        self.scorer.score_drafts(samples, self.background.heed)
-
-    def score_on(self) -> None:
-        """Score the drafts, in the background, until the trainer waits or all have their scores."""
-        while self.scorer.scores_ahead and not self.background.wanted.is_set():
-            self.background.heed()
-            self.scorer.turn(SCORE_SECONDS)
-
-    def _run(
-        self, version: int, groups: Iterator[Group], following: Following | None = None
-    ) -> Generator[Group | None, None, None]:
-        """Yield `None` once the weights are synced and once only drafts remain."""
-        controller, worker = self.controller, self.controller.worker
+    def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group | None, None, None]:
+        """Yield `None` once the weights are synced, then the groups."""
         give_back(self.spec.device)
         self.engine.wake()
         try:
             with self.timeline.doing(WEIGHTS, TRAINER, ENGINES):
                 self._synced = self._sync(version)
-            if following is not None:
-                drafts = following.requests(controller.seed, version)
-                controller.worker = DraftingWorker(worker, drafts)
-            controller.worker.start_trace()
+            self.controller.worker.start_trace()
             with self._on_timeline():
                 yield None
                 yield from groups
-            if following is None or not isinstance(controller.worker, DraftingWorker):
-                return
-            if not following.goes_on:
-                controller.worker.cut()
-            else:
-                controller.worker.end_round()
-                yield None
-                with self._on_timeline():
-                    controller.worker.go_on(self.background.heed, self.scorer)
         finally:
-            if following is not None:
-                controller.worker = worker
-                worker.abort()
             self.engine.sleep()
 
     @contextmanager
@@ -231,28 +170,7 @@ class RolloutSession:
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
         self.engine.policy_changes()
-        self.background.start(decode, self.controller, self._began)
-
-    def update(self, version: int) -> bool:
-        """Give a rollout in the background the weights of a new version where they meet.
-
-        Returns:
-            Whether they met: not if the rollout is over.
-        """
-        worker, doing = self.controller.worker, self.timeline.doing
-        if not self.background.running:
-            return False
-        with doing("meeting", TRAINER, waits_for=ENGINES), self.background.meeting() as how:
-            if how is None:
-                return False
-            keep = how.cache == "keep"
-            worker.suspend(keep)
-            with doing(WEIGHTS, TRAINER, ENGINES):
-                self._synced = self._sync(version, keep=keep)
-            worker.resume(version)
-            self.trace.updates.append((self._began, self.trace.decode_steps, version))
-            self.engine.policy_changes()
-        return True
+        self.background.start(decode)
 
     def wait(self) -> None:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""
@@ -299,12 +217,3 @@ class RolloutSession:
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
             stack.callback(self.background.shutdown)
-
-
-def _first_part(rollout: Generator[T | None, None, None]) -> Generator[T, None, None]:
-    """Yield what comes before `None`; the rest of `rollout` stays."""
-    try:
-        yield from iter(partial(next, rollout, None), None)
-    except GeneratorExit:
-        rollout.close()
-        raise

@@ -9,10 +9,9 @@ from itertools import count
 from typing import Any, Literal
 
 from lit_rlsched.data.messages import NO_PROMPT, RESET, ControlTokens
-from lit_rlsched.environments.answers import Answer
 from lit_rlsched.environments.chat import Call, ToolChat
 from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
-from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
 Next = Literal["decodes", "over", "lost", "diverged"]
@@ -156,12 +155,11 @@ class Turns:
         completion = sample.completion
         before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
         turn = completion.token_ids[start:end]
-        unparsed = self._chat.unparsed
         message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
         self.counts["turns"] += 1
-        self.counts["unparsed"] += self._chat.unparsed - unparsed
+        self.counts["unparsed"] += calls is None
         completion.messages.append(message)
-        return calls
+        return calls or []
 
     def _repeat(self, sample: Sample) -> Next | None:
         """Make the next calls of a completion again; once all are made, let it go on."""

@@ -1,6 +1,5 @@
 """Warnings about runs that will learn little or nothing, with what to change."""
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -155,11 +154,9 @@ def equal_rewards(record: RunRecord) -> str | None:
     shares = [row["frac_reward_zero_std"] for row in record.rounds[-EQUAL_ROUNDS:]]
     if len(shares) < EQUAL_ROUNDS or min(shares) < 1:
         return None
-    last = [row["rewards"] for row in record.prompts if row["round"] == record.num_rounds]
-    seen = [reward for rewards in last for reward in rewards if not math.isnan(reward)]
     return (
         f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
-        f"the last one from {min(seen, default=0):g} to {max(seen, default=0):g}): their "
+        f"the last one {record.rounds[-1]['reward']:g} on average): their "
         "advantages are zero, so nothing is learned from them. Look at the completions table: does "
         f"the reward function find the answers? {_WHAT_TO_DO}"
     )

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
-from lit_rlsched.scheduling.parallelism_planner import check_sizes
+from lit_rlsched.scheduling.rollpacker import check_sizes
 from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision

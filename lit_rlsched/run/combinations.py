@@ -96,52 +96,58 @@ def _too_few_prompts(schedule: Schedule, facts: RunFacts) -> Found:
     return when(applies, n=most, drawn=most * size, prompts=prompts, use=fix)
 
 
-def _mixed_drafts(schedule: Schedule, _: RunFacts) -> Found:
-    rule, mixed = schedule.rule, schedule.rule.max_staleness != 0
-    other = f"max_staleness={rule.max_staleness}" if mixed else "InFlightUpdates"
-    applies = rule.keeps_drafts and (mixed or schedule.in_flight is not None)
-    return when(applies, rule=type(rule).__name__, other=other)
+RULES = ("AsyncRollout", "RolloutWindow", "SortedBatching", "TailBatching")
+"""Callbacks that decide when a round ends."""
 
 
-def _with_tools(schedule: Schedule, facts: RunFacts) -> Found:
-    """The first setting that makes or keeps drafts, or changes weights within a turn."""
-    names = ("DrainFilling", "AheadRollout", "InFlightUpdates")
-    given = [f"`{name}`" for name in names if name in facts.callbacks]
-    if schedule.rule.keeps_drafts or schedule.rule.verifies_from is not None:
-        given.append("a rule that verifies drafts")
-    return when(facts.settings.tools and given, who=given[0] if given else "")
+def _two_rules(_: Schedule, facts: RunFacts) -> Found:
+    """Two of them; a user's own callback may be derived from one."""
+    found = [f"`{name}`" for name in RULES if name in facts.callbacks]
+    return {"one": found[0], "other": found[-1]} if len(found) > 1 else None
+
+
+def _verifier(schedule: Schedule, facts: RunFacts) -> str:
+    """What verifies tokens: a callback, or the rule of a user's own one."""
+    found = [name for name in RULES if name in facts.callbacks]
+    return f"`{[*found, type(schedule.rule).__name__][0]}`"
+
+
+def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
+    """What lets rewards decide which prompts are in time, where prompts may overtake others."""
+    selection = schedule.selection
+    who = "`DynamicSampling`" if schedule.max_num_gen_batches > 1 else ""
+    if selection is not None and selection.reward_range is not None:
+        who = "`DownSampling(early_stop=True)`"
+    return when(schedule.rule.reorders and who, rewards=who)
 
 
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
-_NOT_YET = "They do not work together yet. Remove one of them."
-_STEPS_DECIDE = (
-    "How much is drawn before the weights change would depend on the number of decode steps, so "
-    "other tokens would be drawn. Remove one of them."
-)
 _BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
     Combination(
         "Tools",
         "{who}",
-        "not yet: drafts have no turns, and weights do not change within one. Leave {who} out.",
-        _with_tools,
+        "not yet: a completion has no turns while it is verified. Use "
+        "`AsyncRollout(too_old='wait')`, or leave {who} out.",
+        lambda s, f: when(
+            f.settings.tools and s.rule.verifies_from is not None,
+            who=_verifier(s, f),
+        ),
     ),
-    both("InFlightUpdates", "SortedBatching", ROUND_ENDS),
-    both("InFlightUpdates", "TailBatching", ROUND_ENDS),
-    both("SortedBatching", "TailBatching", ROUND_ENDS),
-    both("AheadRollout", "SortedBatching", _NOT_YET),
-    both("AheadRollout", "TailBatching", _NOT_YET),
+    Combination("{one}", "{other}", ROUND_ENDS, _two_rules),
+    Combination(
+        "{rewards}",
+        "a window in which prompts overtake others",
+        "what completions say would decide which prompts are in time. Use "
+        "`RolloutWindow(overtake=0)`, or leave {rewards} out.",
+        _decided_by_rewards,
+    ),
     both(
-        "InFlightUpdates",
+        "AsyncRollout",
         "StreamedTraining",
-        "A round is drawn before the update that it would be part of begins. Remove one of them.",
-    ),
-    both(
-        "AheadRollout",
-        "DrainFilling",
-        "With `AheadRollout` free slots begin the next round already, or the round after it is "
-        "drawn as a whole. Remove one of them.",
+        "A round is drawn before the update that it would be part of begins. Remove one of them, "
+        "or use `RolloutWindow`.",
     ),
     both(
         "DynamicSampling",
@@ -155,13 +161,6 @@ COMBINATIONS: Sequence[Combination] = [
         "ParallelismPlanner",
         "`MicroGroupSampling` decodes no more completions than the key-value cache can hold, so "
         "nothing is preempted and `ParallelismPlanner` would only ever halve. Remove one of them.",
-    ),
-    Combination(
-        "`AheadRollout(correction='importance')`",
-        "`StreamedTraining`",
-        "A round is drawn before the update that it would be part of begins. Use "
-        "`correction='verify'`, or remove one of them.",
-        lambda s, f: when(s.ahead == "importance" and "StreamedTraining" in f.callbacks),
     ),
     Combination(
         "{beside}",
@@ -262,16 +261,6 @@ COMBINATIONS: Sequence[Combination] = [
         ),
     ),
     Combination(
-        "`InFlightUpdates(cache='keep')`",
-        "`engine={engine}`",
-        "this engine cannot go on with what older weights have cached, or would give it to other "
-        "requests. Use `cache='recompute'`.",
-        lambda s, f: when(
-            s.in_flight and s.in_flight.cache == "keep" and not f.settings.engine.keeps_cache,
-            engine=f.settings.engine.name,
-        ),
-    ),
-    Combination(
         "`LengthPrediction(probe_tokens={probe})`",
         "`max_completion_length={limit}`",
         "that leaves nothing to predict. Use less, or 0 to predict from the prompt alone.",
@@ -289,30 +278,14 @@ COMBINATIONS: Sequence[Combination] = [
         lambda _, f: when("ParallelismPlanner" in f.callbacks and f.ranks > 1, n=f.ranks),
     ),
     Combination(
-        "Verified drafts",
+        "{who}",
         "`{strategy}`",
-        "they are verified with weights of earlier policy versions, which this strategy has only "
-        "in parts. Use `strategy='ddp'`, or leave `TailBatching(reuse_drafts=..., "
-        "max_deferrals=...)`, `SortedBatching(mode='verified')`, "
-        "`AheadRollout(correction='verify')`, `InFlightUpdates(too_old='verify')` and "
-        "`DrainFilling` out.",
-        lambda s, f: when(f.sharded and s.verifies_drafts, strategy=f.sharded),
-    ),
-    Combination(
-        "Drafts of `{rule}` (`keeps_drafts`)",
-        "`{other}`",
-        "a draft would have tokens of several policy versions, and the weights of one are kept. "
-        "Use `max_staleness=0` without `InFlightUpdates`, or `keeps_drafts=False`.",
-        _mixed_drafts,
-    ),
-    Combination(
-        "`DrainFilling`",
-        "`MicroGroupSampling(memory_budget={budget!r})`",
-        "in rounds that end early, completions would wait for memory that drafts take, so the "
-        "drafts would decide what is trained on. Use `slots` in place of `memory_budget`.",
-        lambda s, _: when(
-            s.fills_drain and s.rule.ends_early and s.slots.memory_budget is not None,
-            budget=s.slots.memory_budget,
+        "tokens are verified with weights of earlier policy versions, which this strategy has only "
+        "in parts. Use `strategy='ddp'`, `AsyncRollout(too_old='wait')`, or leave {who} out.",
+        lambda s, f: when(
+            f.sharded and s.rule.verifies_from is not None,
+            who=_verifier(s, f),
+            strategy=f.sharded,
         ),
     ),
     Combination(
@@ -332,35 +305,10 @@ COMBINATIONS: Sequence[Combination] = [
         "warned",
     ),
     changed(
-        "AheadRollout",
-        "StreamedTraining",
-        "With `correction='verify'` gradients are streamed anyway, and `StreamedTraining` only "
-        "sets `start`.",
-    ),
-    changed(
         "DownSampling",
         "SortedBatching",
         "Completions are selected from whole groups, so rounds train on whole groups with every "
         "`advantage`.",
-    ),
-    changed(
-        "DrainFilling",
-        "DynamicSampling",
-        "A prompt that replaces another takes the slots of drafts, which go on when slots are free "
-        "again.",
-    ),
-    changed(
-        "DrainFilling",
-        "SortedBatching",
-        "Drafts are begun of prompts that the pool holds beyond those of a round "
-        "(`oversubscribe`) and, in the last round of a pool, of the next pool. They are verified "
-        "in every mode.",
-    ),
-    changed(
-        "DrainFilling",
-        "TailBatching",
-        "Drafts are begun of fresh prompts and, where the next round is likely to be long, of "
-        "losers that have no draft. Prompts with a draft are ahead in the next race.",
     ),
     changed(
         "LengthPrediction",
@@ -417,17 +365,18 @@ def combinations_as_markdown() -> str:
 
 
 _SHOWN = {
-    "beside": "`AheadRollout`, `InFlightUpdates` or `StreamedTraining`",
-    "compares": "drafts or stale tokens",
+    "beside": "`AsyncRollout` or `StreamedTraining`",
+    "compares": "verified or stale tokens",
     "stale": "stale tokens",
     "what": "they are compared with",
     "why": "the message says why",
     "engine": "NAME",
-    "rule": "a rule of your own",
-    "other": "stale tokens",
     "strategy": "FSDP2Strategy",
     "sampling": "top_p, top_k or min_p",
-    "who": "`AheadRollout`, `DrainFilling`, `InFlightUpdates` or a rule that verifies drafts",
+    "who": "a rule that verifies tokens",
+    "rewards": "`DynamicSampling` or `DownSampling(early_stop=True)`",
+    "one": "`AsyncRollout`, `RolloutWindow`, `SortedBatching`",
+    "other": "`TailBatching` or another of these",
     "use": "Use less, or a",
     **dict.fromkeys(("fix", "old"), ""),
 }

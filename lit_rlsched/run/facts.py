@@ -39,7 +39,6 @@ class EngineFacts:
 
     name: str
     logprobs: bool
-    keeps_cache: bool
     decodes_by_itself: bool
 
     @classmethod

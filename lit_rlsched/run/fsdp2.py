@@ -23,18 +23,16 @@ from torch.optim import Optimizer
 from lit_rlsched.run.same_ranks import check_same_weights
 from lit_rlsched.run.saving.checkpoints import (
     inspect_checkpoint,
-    refusing,
-    sync_folder,
-    temporary_name,
-)
-from lit_rlsched.run.saving.sharded_checkpoints import (
     is_sharded_checkpoint,
     load_groups,
     load_parts,
     numbered,
     plain_errors,
+    refusing,
     renamed,
     replace_folder,
+    sync_folder,
+    temporary_name,
 )
 from lit_rlsched.training.logprobs import SHARDED_FORWARD, whole_logprobs
 from lit_rlsched.training.lora import base_model

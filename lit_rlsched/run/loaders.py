@@ -10,7 +10,6 @@ from lit_rlsched.run.evaluation import Evaluated, check_scored, evaluate, never_
 from lit_rlsched.run.interrupts import begin_validation
 from lit_rlsched.run.trainer import fire
 from lit_rlsched.run.training_run import TrainingRun
-from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 
 
@@ -72,8 +71,6 @@ class Evaluation:
     def __iter__(self) -> Iterator[Evaluated]:
         run = self._run
         run.start()
-        if run.resumed is not None and run.resumed["round"] is None:
-            run.arrive()  # between two rounds: the validation may begin the next one
         if run.trainer.validating:
             begin_validation(run.trainer)
         if run.team.size == 1:
@@ -84,16 +81,7 @@ class Evaluation:
     def _evaluate(self) -> Iterator[Evaluated]:
         run, stage, session = self._run, self._stage, self._run.session
         assert session is not None
-        version, overlap, following = run.trainer.global_step, run.rounds.overlap, None
-        if how := self._between_rounds():
-            following = overlap.beside(how)
-
-        def look(evaluated: Sequence[Evaluated]) -> None:
-            self._check_accuracy(evaluated)
-            if how and following:
-                overlap.keep_begun(how, following)
-
-        prompts = run.held_out(stage)
+        prompts, version = run.held_out(stage), run.trainer.global_step
         done, settings = count(1), run.settings.evaluation
         total = len(prompts) * (settings.num_generations + settings.greedy)
 
@@ -106,24 +94,11 @@ class Evaluation:
             settings,
             stage,
             lambda groups: session.rollout(
-                groups,
-                version,
-                salt=stage,
-                same_noise=True,
-                watch=lambda _: tell(next(done)),
-                following=following,
+                groups, version, salt=stage, same_noise=True, watch=lambda _: tell(next(done))
             ),
             run.settings.rewards.weights,
-            look,
+            self._check_accuracy,
         )
-
-    def _between_rounds(self) -> Drawing | None:
-        """Return the `Drawing` of the next round, if it has the weights of this validation."""
-        run, trainer = self._run, self._run.trainer
-        trains = self._stage == "val" and trainer.state.fn == "fit" and run.resumed is None
-        if trains and (run.current is None or run.round_is_over):
-            return run.drawing(run.rounds_over)
-        return None
 
     def _check_accuracy(self, evaluated: Sequence[Evaluated]) -> None:
         """Warn once if no completion could ever count as correct."""

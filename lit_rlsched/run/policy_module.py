@@ -11,12 +11,11 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.run.advice import trains_with_noise
-from lit_rlsched.run.arrival import await_ranks
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
 from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.same_ranks import await_ranks
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
 from lit_rlsched.run.saving.resuming import origin
 from lit_rlsched.run.trainer import StepMetrics
@@ -167,15 +166,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._figures = StepMetrics()
         self._sharing = Sharing()
         self._origin: dict[str, Any] = {}
-        self._loss_settings: dict[str, Any] = {
-            "loss_type": loss_type,
-            "epsilon": epsilon,
-            "epsilon_high": epsilon_high,
-            "delta": delta,
-            "beta": beta if self.kl_in_loss else 0.0,
-            "importance_sampling_mode": importance_sampling_mode,
-            "importance_sampling_clip_max": importance_sampling_clip_max,
-        }
+        of_loss = ["loss_type", "epsilon", "epsilon_high", "delta", "beta"]
+        of_loss += ["importance_sampling_mode", "importance_sampling_clip_max"]
+        self._loss_settings: dict[str, Any] = {name: self.hparams[name] for name in of_loss}
+        if not self.kl_in_loss:
+            self._loss_settings["beta"] = 0.0
         ours = [cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule)]
         with arguments_checked(type(self).__name__, ours, self.hparams):
             check_loss_settings(**self._loss_settings)
@@ -275,12 +270,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def needs_group(self) -> bool:
         return True
 
-    @property
-    def verifies_drafts(self) -> bool:
-        own = type(self).loss is PolicyModule.loss  # another may have a term besides
-        exact = self.model is not None and trains_with_noise(self.model) is None
-        return own and exact and self.skip_zero_advantage and not self.needs_reference
-
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self._hp.old_logprobs is None:
             return off_policy and self._hp.loss_type != "rloo"
@@ -329,7 +318,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def loss(self, batch: MicroBatch) -> LossOutput:
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
-        batch.verify(logp.detach())
         inputs = batch.loss_inputs
         if self._hp.loss_type == "bnpo":
             inputs["step_tokens"] = batch.own_tokens
@@ -374,12 +362,9 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
-                    if batch.is_empty and self._team.size == 1:
-                        continue  # several ranks go through their backward passes together
                     self.manual_backward(output.loss * batch.scale)
                 if batch.scale:
                     self._total += output.loss.detach()
-                if batch.scale and not batch.again:
                     self._figures.update(output.metrics, weight=float(batch.completion_mask.sum()))
 
     def training_step(self, step: OptimizerStep, batch_idx: int) -> None:

@@ -3,7 +3,6 @@
 import csv
 import math
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import counted
-from lit_rlsched.training.round import Round, reward_matrix
+from lit_rlsched.training.round import Round
 
 CURVES = ("reward", "completions/mean_length", "kl", "entropy", "time/total")
 """Metrics that are kept of every round."""
@@ -20,12 +19,10 @@ ROUND, TIME = "rollout/round", "time/total"
 _OWN = ("round", "step")
 WHOLE_ROUNDS = 100
 """Newest rounds of which all metrics are kept."""
-MOST_PROMPTS = 1000
-"""Newest prompts that are kept."""
 
 
 class RunRecord:
-    """Rounds, validations and prompts of a run, saved with the data module's state.
+    """Rounds and validations of a run, saved with the data module's state.
 
     `TrainingRun` adds a round when it commits it, so a round that is drawn again after a kill is
     there once. `Recorder` (`run/trainer.py`) adds what the module logs later.
@@ -37,37 +34,19 @@ class RunRecord:
         Rounds before the newest `WHOLE_ROUNDS` have only the metrics in `CURVES`."""
         self.validations: list[dict[str, float]] = []
         """`step` and all `val/` metrics of each validation."""
-        self.prompts: deque[dict[str, Any]] = deque(maxlen=MOST_PROMPTS)
-        """`id` (of the group), `uid`, `round`, `version` and `deferred` (times) of each prompt that
-        a round has ended, with `lengths`, `rewards` and `fates` of its completions. A fate is why
-        the completion was dropped or, if it is trained on, `stop` or `length` (cut)."""
 
     @property
     def num_rounds(self) -> int:
         """Number of rounds drawn."""
         return int(self.rounds[-1]["round"]) if self.rounds else 0
 
-    def add_round(self, round: Round, weights: Sequence[float]) -> None:
-        """Add a round that was drawn; `weights` are those of the reward functions."""
+    def add_round(self, round: Round) -> None:
+        """Add a round that was drawn."""
         self.rounds.append({"round": round.ordinal, "step": round.version})
         self.add_metrics(round.metrics)
         for row in self.rounds[-WHOLE_ROUNDS - 1 : -WHOLE_ROUNDS]:
             for name in row.keys() - {*_OWN, *CURVES}:
                 del row[name]
-        rewards = reward_matrix(round.groups, weights).tolist()
-        for group, of in zip(round.groups, rewards, strict=True):
-            self.prompts.append(
-                {
-                    "id": group.id,
-                    "uid": group.prompt.uid,
-                    "round": round.ordinal,
-                    "version": round.version,
-                    "deferred": group.deferred,
-                    "lengths": [c.drawn for c in group.completions],
-                    "rewards": [of[c.index] for c in group.completions],
-                    "fates": [c.dropped or c.finish_reason for c in group.completions],
-                }
-            )
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics to the last round."""

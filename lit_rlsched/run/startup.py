@@ -204,7 +204,9 @@ class Startup:
         held_out = max(map(len, self.prompts.held_out.values()), default=0)
         answers = settings.evaluation.num_generations + settings.evaluation.greedy
         generations, rule = num_generations or settings.num_generations, self._schedule.rule
-        prompts, held_out = (-(-n // engines) for n in (rule.most_prompts(), held_out))
+        chosen = self._slots.slots is not None or self._slots.memory_budget is not None
+        most = rule.most_prompts() if chosen else rule.slot_prompts()
+        prompts, held_out = (-(-n // engines) for n in (most, held_out))
         each = self._slots.engine_slots(
             engine.kv_cache(spec, self.cache_bytes_per_token(spec)),
             max(prompts * rule.launched(generations), held_out * answers),
@@ -277,7 +279,6 @@ class Startup:
             on_completion=partial(fire, trainer, "on_completion_end"),
             on_group=partial(fire, trainer, "on_group_end"),
             heed=lambda: heed(trainer),
-            in_flight=schedule.in_flight,
             turns=self._turns(scorer),
             control_tokens=self._control_tokens,
         )

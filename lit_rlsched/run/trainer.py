@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from lit_rlsched.run.checks import check_accumulation
 from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.saving.callback_states import CallbackStates
+from lit_rlsched.run.saving.module_state import CallbackStates
 from lit_rlsched.scheduling.timeline import TRAINER, UPDATE, Timeline
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.micro_batches import MicroBatch
@@ -60,21 +59,20 @@ class FitSettings:
         """Number of optimizer steps taken per round."""
         if self.steps and trainer.log_every_n_steps > self.steps:  # type: ignore[attr-defined]
             self._set(log_every_n_steps=self.steps)
-        bar = trainer.progress_bar_callback
-        if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
-            # Lightning writes `Epoch 1/-2`
-            bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
         if self.steps and trainer.lightning_module.automatic_optimization:
             self._adapt_automatic_optimization(trainer)
         self._add(Recorder(record, timeline))
         self._add(CallbackStates())
 
     @property
-    def is_last_round(self) -> bool:
-        """Whether training ends with the round that begins now."""
-        trainer = self._trainer
-        epochs = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        return epochs or 0 <= trainer.max_steps <= trainer.global_step + self.steps
+    def rounds_left(self) -> int | None:
+        """Number of rounds until training ends, with the one that begins now; `None`: no end."""
+        trainer, ends = self._trainer, list[int]()
+        if trainer.max_epochs not in (None, -1):
+            ends.append(trainer.max_epochs - trainer.current_epoch)
+        if trainer.max_steps >= 0 and self.steps:
+            ends.append(-(-(trainer.max_steps - trainer.global_step) // self.steps))
+        return min(ends, default=None)
 
     def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
         check_accumulation(trainer)
@@ -98,7 +96,6 @@ class FitSettings:
     def undo(self) -> None:
         """Restore the Trainer's own settings; safe to call twice."""
         self.begin()
-        vars(self._trainer.progress_bar_callback or self).pop("_get_train_description", None)
         for name, value in self._before.items():
             setattr(self._trainer, name, value)
         self._before = {}

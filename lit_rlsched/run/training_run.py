@@ -20,13 +20,12 @@ from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
-from lit_rlsched.run.arrival import make_team
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.run_config import describe_runs
-from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint
+from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_team
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
     check_drawn,
@@ -337,7 +336,7 @@ class TrainingRun:
 
     def _take(self, round: Round) -> None:
         self.current, self._start, self._empty_steps = round, round.version, 0
-        self.record.add_round(round, self.settings.rewards.weights)
+        self.record.add_round(round)
 
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
@@ -348,6 +347,9 @@ class TrainingRun:
         """Return the `Drawing` of a round under the current weights."""
         trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
+        left = limits.rounds_left if limits is not None else 1
+        if left is not None:
+            left -= number - self.num_rounds
         return Drawing(
             self.session,
             self.startup.policy,
@@ -355,7 +357,7 @@ class TrainingRun:
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
-            lambda: limits is not None and not limits.is_last_round,
+            left,
         )
 
     def end_round(self) -> dict[str, float]:
@@ -424,7 +426,7 @@ class TrainingRun:
         settings = self.settings
         check_same_settings(state["settings"], self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
-        if ahead := state.get("next", {}).get("round"):
+        if ahead := state["next"]["round"]:
             drawn.append(ahead["trained"])
         limit = settings.sampling.max_completion_length
         check_drawn(drawn, state["reward_funcs"], settings.rewards.names, limit)
@@ -451,11 +453,11 @@ class TrainingRun:
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
         pool, following = self.pool, self.rounds.overlap
-        if (following.tokens and schedule.ahead != "importance") or not schedule.ahead:
+        if not schedule.ahead:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        complete([*pool.completions, *ahead], startup.decode, schedule.verifies_drafts)
+        complete([*pool.completions, *ahead], startup.decode)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)
         self.current, self._start, self._empty_steps = None, 0, 0

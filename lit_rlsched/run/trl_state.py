@@ -75,11 +75,6 @@ class History(Callback, Logger):
     def _step(self) -> int:
         return 0 if self.trainer is None else self.trainer.global_step
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the prompts."""
-        return self._epoch(self._step)
-
     def _epoch(self, step: int) -> float:
         return step / self.steps_per_pass if self.steps_per_pass else 0.0
 
@@ -112,7 +107,7 @@ class History(Callback, Logger):
         steps = self._steps - before
         loss = self._losses / max(1, self._steps)
         speed = speed_metrics("train", began, steps * completions, steps)
-        metrics = {**speed, "train_loss": loss, "epoch": self.epoch}
+        metrics = {**speed, "train_loss": loss, "epoch": self._epoch(self._step)}
         self._add(metrics, self._step)
         return TrainOutput(self._step, loss, metrics)
 
@@ -120,19 +115,15 @@ class History(Callback, Logger):
         """Return transformers' state of a trainer."""
         trainer = self.trainer
         assert trainer is not None
-        best = [
-            one
-            for one in trainer.checkpoint_callbacks
-            if isinstance(one, ModelCheckpoint) and one.best_model_score is not None
-        ]
-        scores = [float(torch.as_tensor(one.best_model_score)) for one in best]
+        saving = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
+        best = next((one for one in saving if one.best_model_score is not None), None)
         return TrainerState(
-            epoch=self.epoch,
+            epoch=self._epoch(self._step),
             global_step=trainer.global_step,
             max_steps=trainer.max_steps,
             log_history=self.entries,
-            best_metric=scores[0] if scores else None,
-            best_model_checkpoint=best[0].best_model_path if best else None,
+            best_metric=best and float(torch.as_tensor(best.best_model_score)),
+            best_model_checkpoint=best and best.best_model_path,
             is_local_process_zero=trainer.local_rank == 0,
             is_world_process_zero=trainer.is_global_zero,
             **settings,

@@ -1,4 +1,4 @@
 """Decides what decodes when and when a round ends; knows neither torch nor Lightning.
 
-Imports `types`, `settings`, `text`.
+Imports `types`, `settings`.
 """

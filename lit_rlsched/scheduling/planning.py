@@ -60,33 +60,23 @@ def lower_bound(lengths: Steps, slots: int, loads: Steps | None = None) -> float
     return max(longest, pieces[0], crowded - slack, level - slack).item()
 
 
-def longest_first(lengths: Steps, slots: int, loads: Steps | None = None) -> list[list[int]]:
-    """Give the longest waiting job to the slot that is free first (LPT, Graham 1969).
-
-    The makespan is at most 4/3 - 1/(3 slots) times the shortest, or 3/2 - 1/(2 slots) times the
-    shortest with `loads` (Lee 1991).
-    """
-    check_slots(slots)
-    jobs, busy = _check(lengths, slots, loads)
-    order = np.argsort(-jobs, kind="stable")
-    return _queues(_list_schedule(jobs[order], busy), order, slots)
-
-
 def plan_makespan(
     lengths: Steps, slots: int, epsilon: float = 0.1, loads: Steps | None = None
 ) -> list[list[int]]:
-    """Plan with a small makespan, never larger than that of `longest_first`.
+    """Plan with a small makespan, never larger than longest first (LPT, Graham 1969).
 
-    Start from `longest_first` and swap jobs of the fullest slot with others while that helps. If
-    `lower_bound` does not prove the result optimal, continue with the approximation scheme for a
-    fixed number of slots (Sahni 1976; Horowitz and Sahni 1976): place jobs longest first; a state
-    is the sorted loads of the slots; merge states that are equal up to
-    `epsilon * lower_bound / (2 * n)`, and drop states no better than the plan found so far.
+    Start by giving the longest job to the slot that is free first: at most 4/3 - 1/(3 slots) times
+    the shortest makespan, or 3/2 - 1/(2 slots) times with `loads` (Lee 1991). Swap jobs of the
+    fullest slot with others while that helps. If `lower_bound` does not prove the result optimal,
+    continue with the approximation scheme for a fixed number of slots (Sahni 1976; Horowitz and
+    Sahni 1976): place jobs longest first; a state is the sorted loads of the slots; merge states
+    that are equal up to `epsilon * lower_bound / (2 * n)`, and drop states no better than the plan
+    found so far.
 
     The makespan is at most `1 + epsilon` times the shortest if it is at most that multiple of
     `lower_bound`, or if the search completes. The number of states grows exponentially with
     `slots`: beyond 20 jobs on 4 or more slots the search usually stops at its limit, and only the
-    guarantee of `longest_first` is left.
+    guarantee of longest first is left.
     """
     if not epsilon > 0:
         raise UsageError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")

@@ -84,7 +84,6 @@ class RacingRound(RoundRule):
         completion_ratio: Completions to start for a fresh prompt, as a multiple of
             `num_generations`; with 1 the completions of a prompt do not race.
         patience: See `RoundRule`.
-        reuse_drafts: Whether losers keep their tokens as drafts for a later round to verify.
         shares: Share of each domain in an update; they add up to 1. By default prompts of all
             domains race together.
 
@@ -99,13 +98,11 @@ class RacingRound(RoundRule):
         prompt_ratio: float = 1.25,
         completion_ratio: float = 1.0,
         patience: float = PATIENCE,
-        reuse_drafts: bool = False,
         shares: Mapping[str, float] | None = None,
     ) -> None:
         self.update_prompts = update_prompts
         self.num_generations = num_generations
         self.patience = patience
-        self.keeps_drafts = reuse_drafts
         self.shares = shares
         self.quotas = quotas(shares, update_prompts)
         self._ratio = completion_ratio

@@ -1,6 +1,7 @@
 """The interface of round rules: which prompts a round decodes, when it ends, what remains."""
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class RoundState:
     """Completions that were removed from each group because it had `enough`."""
     patient: bool = False
     """Whether the round still waits for the scores of the groups decoded first."""
+    waiting: set[str] = field(default_factory=set)
+    """Ids of groups that only use free slots; see `RoundRule.waiting`."""
     final: int = 0
     """Length of the prefix of `decoded` whose order is final: the groups of earlier steps."""
 
@@ -47,16 +50,17 @@ class RoundRule(ABC):
     """Maximum number of policy versions between a completion's first token and the round. An older
     completion is restarted. 0: all tokens of a round have one version; `None`: no limit."""
     verifies_from: int | None = None
-    """A completion whose first token is at least this many policy versions old is verified as a
-    draft when the round begins. `None`: never."""
+    """A completion whose first token is at least this many policy versions old is verified when the
+    round begins: it keeps what the newest policy would have drawn. `None`: never."""
     most_deferred = 0
     """Maximum number of prompts that wait in the pool beside those of a round."""
     ends_early = False
     """Whether rounds may end before all planned completions are decoded."""
     stops_groups = False
     """Whether a group may have `enough` while some of its completions still decode."""
-    keeps_drafts = False
-    """Whether deferred completions keep their tokens as drafts that a later round verifies."""
+    reorders = False
+    """Whether a group may be decoded and scored and wait for a later round all the same. Hooks are
+    called with it in the round that trains on it."""
     patience: float | None = None
     """Longest time per round, in seconds, to wait for the scores of the groups decoded first. After
     that, later groups may take their places. `None`: the end does not depend on scores."""
@@ -84,11 +88,18 @@ class RoundRule(ABC):
         return None
 
     def check_domains(self, prompts: Sequence[Prompt]) -> None:  # noqa: B027
-        """Refuse a data set whose domains do not fit the quotas.
+        """Refuse a data set whose domains do not fit the quotas."""
 
-        Raises:
-            UsageError: names the prompt or the domain, and the fix.
+    def reach(self, rounds: int) -> int:
+        """Prompts that are worth to have in the pool if training ends after so many rounds."""
+        return sys.maxsize
+
+    def waiting(self, planned: Sequence[Group]) -> Sequence[Group]:
+        """Groups that only use free slots in this round, and are trained on in a later one.
+
+        They are not scored, and nothing that they say stops, replaces or teaches anything.
         """
+        return ()
 
     def is_long(self, planned: Sequence[Group]) -> bool:
         """Whether this round waits for prompts that were deferred by earlier ones."""
@@ -114,15 +125,12 @@ class RoundRule(ABC):
     def most_prompts(self) -> int:
         """Maximum number of prompts that a round decodes."""
 
+    def slot_prompts(self) -> int:
+        """Prompts whose completions all have a slot, where `MicroGroupSampling` sets none."""
+        return self.most_prompts()
+
     def check_enough(self, prompts: int) -> None:
-        """Refuse a data set that cannot fill a round.
-
-        Args:
-            prompts: Size of the data set.
-
-        Raises:
-            UsageError: names the argument, its value and the largest value that works.
-        """
+        """Refuse a data set of so many prompts that it cannot fill a round."""
         if prompts < self.update_prompts:
             raise UsageError(
                 f"`prompts_per_round={self.update_prompts}` is more than `train_data` holds: "
@@ -133,31 +141,10 @@ class RoundRule(ABC):
     def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
         """The groups that this round decodes, in the order of the pool."""
 
-    def may_leave(self, planned: Sequence[Group]) -> bool:
-        """Whether the round may leave some of its groups in the pool."""
-        return self.ends_early
-
-    def draws_following(
-        self, planned: Sequence[Group], rest: Sequence[Group]
-    ) -> list[tuple[str | None, int]]:
-        """Number of prompts by domain to draw for the rounds after this one, before it begins.
-
-        Args:
-            planned: Groups of this round.
-            rest: The other groups of the pool.
-        """
-        return [] if self.may_leave(planned) else self.draws(rest)
-
-    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
-        """Groups that rounds after this one will decode, whatever it leaves, soonest first."""
-        return self.plan(rest)
-
     def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
         """Whether this round ends a cycle, over which `pool/*` metrics are collected.
 
-        Args:
-            planned: The round's groups.
-            left: The groups in the pool after the round.
+        `left` are the groups in the pool after it.
         """
         return not left
 

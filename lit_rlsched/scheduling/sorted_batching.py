@@ -9,7 +9,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule, RoundState, at_least
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group
 
-Mode = Literal["on_policy", "verified", "partial"]
+Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
 
 
@@ -61,8 +61,7 @@ class SortedRound(RoundRule):
         num_generations: Completions per prompt.
         unit: What is trained on as a whole: a `group`, whose completions are compared with each
             other, or a `completion`; `update_prompts * num_generations` of these are an update.
-        mode: `on_policy` throws away unfinished completions, `verified` keeps their tokens as
-            drafts and `partial` as they are.
+        mode: `on_policy` throws away unfinished completions, `partial` keeps their tokens.
         max_staleness: See `RoundRule`; for `partial`.
         oversubscribe: Prompts that decode in a round, as a multiple of `update_prompts`. `None`:
             the whole pool.
@@ -83,7 +82,6 @@ class SortedRound(RoundRule):
         self.num_generations = num_generations
         self.unit = unit
         self.max_staleness = max_staleness if mode == "partial" else 0
-        self.keeps_drafts = mode == "verified"
         self._raced = pool_prompts
         if oversubscribe is not None:
             self._raced = min(pool_prompts, at_least(oversubscribe, update_prompts))
@@ -112,15 +110,6 @@ class SortedRound(RoundRule):
         sizes = [len(group.completions) for group in pool]
         most, before = self._raced * self.num_generations, accumulate(sizes, initial=0)
         return [group for group, n in zip(pool, before, strict=False) if n < most]
-
-    def may_leave(self, planned: Sequence[Group]) -> bool:
-        """Whether it is not the last round of a pool, which trains on what is left."""
-        return not self._fits_update(len(planned), sum(len(g.completions) for g in planned))
-
-    def _fits_update(self, groups: int, completions: int) -> bool:
-        if self.unit == "completion":
-            return completions <= self.update_prompts * self.num_generations
-        return groups <= self.update_prompts
 
     def done(self, state: RoundState) -> bool:
         if self.unit == "completion":

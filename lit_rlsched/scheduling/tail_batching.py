@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from lit_rlsched.scheduling.racing import RacingRound, useless
+from lit_rlsched.scheduling.racing import RacingRound
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group
@@ -16,7 +15,7 @@ class TailRound(RacingRound):
     RollPacker's tail batching (arXiv 2509.21009, section 3). A round is long if the pool holds at
     least `update_prompts` losers: it decodes the oldest of them to their end, and nothing else. Any
     other round is short: it starts fresh prompts only, more than an update needs, and ends once
-    `update_prompts` of them are scored. The tokens of the losers are dropped, or kept as drafts.
+    `update_prompts` of them are scored. The tokens of the losers are dropped.
 
     With `shares` each domain has its own race, as in RollPacker's code. All losers wait in one
     queue, and long rounds take the oldest of any domain. For the arguments see `RacingRound`.
@@ -55,21 +54,8 @@ class TailRound(RacingRound):
             turns.append((seen[domain] / self._raced_of[domain], group))
         return [group for turn, group in sorted(turns, key=lambda t: t[0]) if turn <= 1]
 
-    def draws_following(
-        self, planned: Sequence[Group], rest: Sequence[Group]
-    ) -> list[tuple[str | None, int]]:
-        """The prompts that the next race lacks."""
-        return self.draws(self._racing(rest))
-
-    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
-        """The losers of the next round, if it is likely to be long, then those of the next race."""
-        lost = [group for group in rest if group.deferred]
-        more = max(0, len(planned) - self.update_prompts)  # losers of this round
-        due = lost if len(lost) + more >= self.update_prompts else []
-        return [*due[: self.update_prompts], *self.plan(self._racing(rest))]
-
     def is_long(self, planned: Sequence[Group]) -> bool:
-        return bool(self._due(planned))
+        return any(group.deferred for group in planned)
 
     def metrics(self, planned: Sequence[Group]) -> dict[str, float]:
         return {"tail_batching/long_round": float(self.is_long(planned))}
@@ -79,7 +65,7 @@ class TailRound(RacingRound):
         return not left or self.is_long(planned)
 
     def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        if self._due(state.planned):  # a long round has no quotas
+        if self.is_long(state.planned):  # it has no quotas
             return list(groups)
         return super()._take_places(groups, state)
 
@@ -91,60 +77,3 @@ class TailRound(RacingRound):
         """The oldest losers if they fill a long round, else an empty list."""
         lost = [group for group in pool if group.deferred][: self.update_prompts]
         return lost if len(lost) == self.update_prompts else []
-
-    def _due(self, planned: Iterable[Group]) -> list[Group]:
-        """The groups that this round may not defer."""
-        return [group for group in planned if group.deferred]
-
-
-class DeferringTailRound(TailRound):
-    """Race the earlier losers, with their drafts, beside fresh prompts in every round.
-
-    A round is long if it holds a prompt that was deferred `max_deferrals` times: it does not end
-    before all earlier losers are scored, so that no prompt waits forever. A round never waits for
-    more prompts than an update has; with a `prompt_ratio` above 2 a prompt may be deferred more
-    often.
-
-    Args:
-        *args: See `RacingRound`.
-        max_deferrals: Maximum number of races that a prompt may lose.
-        **settings: See `RacingRound`. Drafts are always kept, whatever `reuse_drafts` says: without
-            them a prompt would lose until its completions happen to be short.
-    """
-
-    def __init__(self, *args: Any, max_deferrals: int, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.max_deferrals = max_deferrals
-        self.keeps_drafts = True
-        self.most_deferred = 0  # losers take the places of fresh prompts
-
-    def draws_following(
-        self, planned: Sequence[Group], rest: Sequence[Group]
-    ) -> list[tuple[str | None, int]]:
-        """Fresh prompts that have a place beside the losers of this round."""
-        there = Counter(self.domain_of(group.prompt) for group in rest)
-        return [(domain, max(0, n - there[domain])) for domain, n in self.quotas.items()]
-
-    def plan_following(self, planned: Sequence[Group], rest: Sequence[Group]) -> Sequence[Group]:
-        return self.plan(rest)
-
-    def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
-        """After each round, since there are always losers left."""
-        return True
-
-    def _racing(self, pool: Iterable[Group]) -> list[Group]:
-        return list(pool)
-
-    def _waiting(self, pool: Iterable[Group]) -> list[Group]:
-        return []
-
-    def _due(self, planned: Iterable[Group]) -> list[Group]:
-        lost = super()._due(planned)
-        return lost if any(group.deferred >= self.max_deferrals for group in lost) else []
-
-    def _take_places(self, groups: Iterable[Group], state: RoundState) -> list[Group]:
-        """Reserve places for the groups that may not lose; the first others take the rest."""
-        places = dict(self.quotas)
-        due = (group for group in self._due(state.planned) if not useless(group))
-        reserved = {group.id for group in due if self._takes_place(group, places)}
-        return [g for g in groups if g.id in reserved or self._takes_place(g, places)]

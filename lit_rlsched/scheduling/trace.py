@@ -24,7 +24,6 @@ STEP_COLUMNS = (
     "preemptions",
 )
 _row = attrgetter(*STEP_COLUMNS)
-UPDATE_COLUMNS = ("began", "turn", "version")
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
@@ -70,14 +69,10 @@ class RolloutTrace:
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
         self.work_times: list[tuple[float, float]] = []
         """Start and end of each gradient computation during the rollout, by `time.monotonic`."""
-        self.updates: list[tuple[int, int, int]] = []
-        """Of each update in flight: version that the rollout began with, turn, new version."""
         self._origin: float | None = None
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
-        self._earlier: dict[str, int] = {}
-        """Tokens of running requests that an earlier trace counts."""
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
@@ -238,22 +233,9 @@ class RolloutTrace:
         assert self._origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
         heapq.heappush(self._free[slot // self._places], slot)
-        tokens -= self._earlier.pop(request_id, 0)
         row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
-
-    def split(self, drawn: Mapping[str, int]) -> "RolloutTrace":
-        """End this trace, and return the next one."""
-        later = RolloutTrace(self._places * self.engines, self.dynamic, self.engines)
-        if self._origin is not None:
-            later._origin = now = self._origin + self.seconds
-            for request_id, (slot, _, _) in [*self._live.items()]:
-                self.left(request_id, now, drawn[request_id])
-                later._live[request_id] = slot, 0.0, 0
-                later._free[slot // self._places].remove(slot)  # it stays sorted, so it is a heap
-                later._earlier[request_id] = drawn[request_id]
-        return later
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trace of a rollout that is over: numbers, and lists of numbers and names."""
@@ -264,19 +246,14 @@ class RolloutTrace:
     def from_state(cls, state: dict[str, Any]) -> "RolloutTrace":
         """Create the trace that `state_dict` described."""
         trace = cls.__new__(cls)
-        vars(trace).update({"updates": [], "work_times": []} | state)
+        vars(trace).update(state)
         return trace
 
     def tables(self) -> dict[str, "pa.Table"]:
-        """Arrow tables for Parquet: `steps` (windows of them), `spans` and `updates`."""
+        """Arrow tables for Parquet: `steps` (windows of them) and `spans`."""
         import pyarrow as pa
 
-        turns = zip(UPDATE_COLUMNS, zip(*self.updates, strict=True), strict=False)
-        return {
-            "steps": pa.table(self.windows()),
-            "spans": pa.table(self.spans),
-            "updates": pa.table({name: [*values] for name, values in turns}),
-        }
+        return {"steps": pa.table(self.windows()), "spans": pa.table(self.spans)}
 
     def windows(self, most: int = 256) -> dict[str, np.ndarray]:
         """Return sums over windows of successive steps of an engine, at most `most` of each engine.

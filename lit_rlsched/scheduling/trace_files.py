@@ -21,12 +21,11 @@ TABLES = {
     "spans": ("round", "request", "slot", "start", "end", "tokens"),
     "steps": ("round", "engine", "steps", "start", "end", "running", "kv_tokens", "seconds"),
     "intervals": ("round", "lane", "what", "start", "end", "waits_for"),
-    "updates": ("round", "began", "turn", "version"),
 }
 """Tables, each a folder with files `FIRST-LAST.parquet`, named after rounds; and columns that are
 read of each."""
-WHOLE = ("rounds", "updates")
-"""Small tables, which are never shortened: a run can be repeated from them."""
+WHOLE = ("rounds",)
+"""Small tables, which are never shortened."""
 MERGED = 32
 """Files of single rounds that become one file."""
 MOST_BYTES = 2**28
@@ -70,6 +69,9 @@ class TraceWriter:
 
     def begin(self, number: int, about: Mapping[str, Any]) -> None:
         """Go on before round `number`: delete rows of that round and later."""
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.rglob("*.tmp"):
             path.unlink()
@@ -81,7 +83,9 @@ class TraceWriter:
             for part in kept:
                 if part.last >= number:
                     if part.first < number:
-                        self.write(table, part.first, number - 1, _before(part.path, number))
+                        rows = pq.ParquetFile(part.path).read()
+                        rows = rows.filter(pc.less(rows["round"], number))
+                        self.write(table, part.first, number - 1, rows)
                     part.path.unlink()
         text = json.dumps({"format": FORMAT, **about}, indent=1)
         write_whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
@@ -90,7 +94,8 @@ class TraceWriter:
         """Write the rows of a round, each table with its number as the first column."""
         for name, table in tables.items():
             if table.num_rows:
-                self.write(name, number, number, numbered(table, number))
+                numbered = table.add_column(0, "round", [[number] * table.num_rows])
+                self.write(name, number, number, numbered)
                 self._merge(name)
         self._rotate()
 
@@ -132,19 +137,6 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(f".{path.name}.tmp")  # other readers of the folder skip it
     write(unfinished)
     os.replace(unfinished, path)
-
-
-def _before(path: Path, number: int) -> "pa.Table":
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    table = pq.ParquetFile(path).read()
-    return table.filter(pc.less(table["round"], number))
-
-
-def numbered(table: "pa.Table", number: int) -> "pa.Table":
-    """Return the table with the number of its round as the first column."""
-    return table.add_column(0, "round", [[number] * table.num_rows])
 
 
 class Tables(ABC):

@@ -1,6 +1,5 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -147,26 +146,11 @@ def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span])
     return np.interp(ends, edges.ravel(), until) - np.interp(starts, edges.ravel(), until)
 
 
-@dataclass(slots=True)
 class Lanes:
     """When trainer and engines of a run computed: intervals on its clock, in order."""
 
-    trainer: list[Span]
-    """When the trainer computed."""
-    decoding: list[Span]
-    """When any engine decoded."""
-    idle: dict[int, list[Span]]
-    """When each engine did not decode."""
-    began: dict[int, float]
-    """When the first step of a round began, as far as it is known."""
-    apart: bool
-    """Whether an engine can decode while the trainer computes."""
-
-    @classmethod
-    def of(cls, traces: Tables, intervals: Sequence[Mapping[str, Any]]) -> "Lanes":
-        """Read the lanes."""
-        trainer, decoding = list[Span](), list[Span]()
-        idle: dict[int, list[Span]] = {}
+    def __init__(self, traces: Tables, intervals: Rows) -> None:
+        trainer, decoding, idle = list[Span](), list[Span](), dict[int, list[Span]]()
         for row in intervals:
             span = row["start"], row["end"]
             if row["lane"] == TRAINER:
@@ -176,26 +160,25 @@ class Lanes:
                 decoding.append(span)
             elif (number := row["lane"].removeprefix("engine ")).isdigit():
                 idle.setdefault(int(number), []).append(span)
-        rounds = traces.rows("rounds")
-        began = {row["round"]: row["began"] for row in rounds if row.get("began") is not None}
-        each = {engine: union(of) for engine, of in idle.items()}
-        apart = bool(traces.about.get("own_process", True))
-        return cls(union(trainer), union(decoding), each, began, apart)
+        self.trainer, self.decoding = union(trainer), union(decoding)
+        self._idle = {engine: union(of) for engine, of in idle.items()}
+        self._began = {row["round"]: row.get("began") for row in traces.rows("rounds")}
+        self._apart = bool(traces.about.get("own_process", True))
 
     def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the share of each window of steps in which the trainer computed, perhaps NaN."""
-        origin = np.array([self.began.get(n, math.nan) for n in columns["round"].tolist()])
+        origin = np.array([self._began.get(n) for n in columns["round"].tolist()], float)
         starts, ends = columns["start"] + origin, columns["end"] + origin
-        if not self.apart:
+        if not self._apart:  # engines decode in the trainer's process
             return np.zeros(len(starts))
         return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
 
     def waits(self, number: int, engine: int, start: float, end: float) -> float:
         """Return the seconds in which an engine did not decode, between two moments of a round."""
-        if (at := self.began.get(number)) is None:
+        if (at := self._began.get(number)) is None:
             return 0.0
         edges = np.array([start + at]), np.array([end + at])
-        return float(seconds_beside(*edges, self.idle.get(engine, []))[0])
+        return float(seconds_beside(*edges, self._idle.get(engine, []))[0])
 
 
 def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
@@ -224,8 +207,6 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
     used = known if known.any() else np.ones_like(known)
     terms, slowdown = _alone_and_beside(model, columns["seconds"], share, used)
     longer = 1 + ((slowdown or 1.0) - 1) * share
-    predicted: dict[int, float] = {}
-    measured: dict[int, float] = {}
     gaps = []
     spans: dict[int, list[tuple[float, int, float]]] = {}
     for number in np.unique(columns["round"]).tolist():
@@ -239,14 +220,12 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
                 steady = sum((terms[n] * model[n] * longer)[at].sum() for n in model)
                 spans.setdefault(number, []).append((steady, steps, span))
     gap = max(0.0, float(np.median(gaps)))
-    for number, of_engines in spans.items():
-        predicted[number] = max(steady + gap * steps for steady, steps, _ in of_engines)
-        measured[number] = max(span for *_, span in of_engines)
+    predicted = {n: max(steady + gap * steps for steady, steps, _ in of) for n, of in spans.items()}
+    measured = {number: max(span for *_, span in of) for number, of in spans.items()}
     terms["base"] += gap
-    error, worst = _errors(predicted, measured)
-    fit = Fit("decode step", terms, int(columns["steps"].sum()), error, worst)
-    costs = StepCosts(terms["base"], terms["running"], terms["kv"], terms["prefill"])
-    return costs, fit, slowdown
+    errors = _errors(predicted, measured)
+    fit = Fit("decode step", terms, int(columns["steps"].sum()), *errors)
+    return StepCosts(**terms), fit, slowdown
 
 
 def _alone_and_beside(
@@ -378,7 +357,7 @@ def calibrated(traces: Tables) -> Costs:
     of_rounds = traces.rows("rounds")
     numbers = [row["round"] for row in of_rounds]
     first = min(numbers, default=0)
-    lanes = Lanes.of(traces, intervals)
+    lanes = Lanes(traces, intervals)
     step, fit, slowdown = step_fit(traces, lanes, first)
     took = _trainer_seconds(intervals, lanes.decoding, slowdown or 1.0)
     step = replace(step, cached=cached_share(traces, completions))

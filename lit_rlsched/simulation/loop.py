@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.hooks import RoundHooks
@@ -57,7 +58,7 @@ class PromptList:
 
 
 def simulated_session(
-    engine: SimulatedEngine,
+    engine: RolloutEngine,
     slots: int,
     longest: int,
     admission: Callable[[], Admission],

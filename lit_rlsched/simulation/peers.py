@@ -7,10 +7,10 @@ difference between two rows is one between two rules.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lit_rlsched.scheduling.in_flight_updates import WindowedRound, capacity
+from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, at_least
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import Group
@@ -83,7 +83,7 @@ class Peer:
     """Where it is from."""
     rule: Callable[[int], RoundRule]
     """Given the prompts of an update."""
-    beside: bool = False
+    ahead: bool = False
     """Whether the next round is drawn during the update."""
     keeps_cache: bool = False
     """Whether what goes on in the next round keeps its cache though the weights are new."""
@@ -92,7 +92,7 @@ class Peer:
 
     def schedule(self, update_prompts: int) -> Schedule:
         """Return the schedule for an update of this many prompts."""
-        schedule = Schedule(self.rule(update_prompts), ahead="importance" if self.beside else None)
+        schedule = Schedule(self.rule(update_prompts), ahead=self.ahead)
         if self.exact_lengths:
             schedule.slots = SlotSettings(order="longest_first")
             schedule.lengths = CalibratedPredictor(Oracle({"": 1}))
@@ -128,26 +128,26 @@ PEERS: dict[str, Peer] = {
             "AReaL (arXiv 2505.24298, equation 3), prime-rl: prompts in flight up to the staleness "
             "bound, the update takes the first groups that are complete; prefixes are computed "
             "again under new weights",
-            lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
-            beside=True,
+            lambda n: FirstReadyRound(n, (STALENESS + 1) * n),
+            ahead=True,
         ),
         Peer(
             "one_step_off",
             "verl's one-step-off-policy recipe: the next batch is drawn during the update",
             FullRound,
-            beside=True,
+            ahead=True,
         ),
         Peer(
             "windowed_fifo",
             "MiniMax Forge, TitanRL: ready prompts may overtake others within a window",
-            lambda n: WindowedRound(n, None, 2, 1),
-            beside=True,
+            lambda n: WindowRound(n, 2 * n - n // 2, n // 2, 2, None, oldest_first=True),
+            ahead=True,
         ),
         Peer(
             "in_flight",
             "PipelineRL (arXiv 2509.19128): weights change in flight, caches are kept",
-            lambda n: FirstReadyRound(n, capacity(STALENESS, n, 1)),
-            beside=True,
+            lambda n: FirstReadyRound(n, (STALENESS + 1) * n),
+            ahead=True,
             keeps_cache=True,
         ),
         Peer(

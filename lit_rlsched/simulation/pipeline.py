@@ -175,15 +175,15 @@ class _Engine(SimulatedEngine):
         self.begun: set[str] = set()
         """Requests and groups that have had a slot in this round."""
 
-    def prefilled(self, request: Request) -> float:
+    def prefilled(self, request: Request) -> int:
         if self.keeps_all and request.prefix_ids:
-            return 0.0
+            return 0
         tokens = super().prefilled(request)
         known = tokens if request.id in self.begun else 0
         if not known and request.group in self.begun:
             known = len(request.prompt_ids)
         self.begun |= {request.id, request.group}
-        return tokens - self.share * known
+        return tokens - round(self.share * known)
 
 
 class _Round(RoundHooks):
@@ -233,8 +233,10 @@ class _Round(RoundHooks):
         return DraftAudit()
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
+        final, state.final = state.final, len(state.decoded)  # after a step, not the next event
         for group in self._rule.final_groups(state):
             self.certain.setdefault(group.id, trace.seconds)
+        state.final = final
 
 
 def _samples(group: Group) -> list[Sample]:
@@ -243,8 +245,6 @@ def _samples(group: Group) -> list[Sample]:
 
 class _Guesses:
     """Predicts lengths: a weighted mean, in logarithms, of the truth and of chance."""
-
-    revises = False
 
     def __init__(self, work: Workload, rank_correlation: float) -> None:
         self._work, self._weight = work, rank_correlation
@@ -348,7 +348,7 @@ class Pipeline:
             current = following or self._draw(number, number * self.steps)
             rollout, update = self._rollout(current), self._update(current)
             seconds = 0.0
-            if self.schedule.draws_beside:
+            if self.schedule.ahead:
                 seconds = 0.0 if number else rollout
                 following = self._draw(number + 1, number * self.steps)
                 rollout = self._rollout(following)

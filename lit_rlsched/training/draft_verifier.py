@@ -1,10 +1,8 @@
 """Verify drafts under a newer policy, instead of decoding them again."""
 
 import math
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,7 +29,7 @@ from lit_rlsched.training.prompt_rows import (
     split_rows,
 )
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
-from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Group, Sample, stable_hash
+from lit_rlsched.types import Completion, Group, Sample, stable_hash
 
 TURN = 16
 """Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
@@ -52,22 +50,14 @@ class Drafts:
         under the round's weights."""
         self._audit = DraftAudit()
         """Of the round so far."""
-        self._judged: dict[str, Tensor] = {}
-        """Log-probs by which a draft of the round was not accepted whole, by id."""
 
-    def keep(
-        self, policy: nn.Module, version: int, pool: Iterable[Group], all_tokens: bool = False
-    ) -> None:
-        """Keep the trainable weights of each version that has a draft in the pool after a round.
+    def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
+        """Keep the trainable weights of each version that has tokens in the pool after a round.
 
-        `policy` has the weights of `version`, the round's policy version. With `all_tokens` any
-        token of the pool may become part of a draft later, so the versions that drew them are kept.
+        `policy` has the weights of `version`, the round's policy version.
         """
-        self.kept_whole, self._audit, self._judged = [], DraftAudit(), {}
-        completions = [c for group in pool for c in group.completions]
-        live = {v for c in completions if c.draft for v in c.draft.versions}
-        if all_tokens:
-            live |= {v for c in completions for v, _ in c.segments} - {ENVIRONMENT}
+        self.kept_whole, self._audit = [], DraftAudit()
+        live = {v for group in pool for c in group.completions for v, _ in c.segments}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
             self.keep_version(policy, version)
@@ -103,9 +93,14 @@ class Drafts:
         """
         trials = self._trials(groups, version, seed, salt)
         audit = DraftAudit(tokens=sum(one.tokens for one in trials))
-        trials = [one for one in trials if one.tokens and self._knows(one.draft)]
-        for completion in (c for group in groups for c in group.completions):
-            completion.draft = None
+        for one in trials:
+            one.sample.completion.draft = None
+            if not self.weights.keys() >= {*one.draft.versions}:
+                one.sample.completion.attempts += 1
+                audit.lost += 1
+        trials = [
+            one for one in trials if one.tokens and self.weights.keys() >= {*one.draft.versions}
+        ]
         if not trials:
             return audit
         device = next(policy.parameters()).device
@@ -120,8 +115,6 @@ class Drafts:
                 drew: dict[int, dict[str, Tensor]] = {}
                 for batch, rows in batches:
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
-                    for one in batch:
-                        one.logprobs = self._judged.pop(one.sample.id, one.logprobs)
                     known = [one for one in batch if one.is_finite()]
                     for one in known:
                         one.weigh()
@@ -148,6 +141,8 @@ class Drafts:
         if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
             raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
+        for one in trials:
+            one.sample.completion.attempts += not one.is_finite()
         audit.drawn = len(finite) - len(whole)
         kept = sum(len(one.sample.completion.token_ids) for one in finite)
         audit.accepted_tokens = kept - audit.drawn
@@ -156,29 +151,6 @@ class Drafts:
             if one.sample.completion.finished and one.is_accepted:
                 self.kept_whole.append(one.sample.completion)
         return audit
-
-    def ended(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        *,
-        seed: int,
-        salt: str,
-        eos_token_ids: Sequence[int],
-    ) -> "EndedDrafts":
-        """Return the drafts of those groups in which all have ended; arguments as in `verify`."""
-        whole = []
-        for group in groups:
-            trials = self._trials([group], version, seed, salt)
-            copy = replace(group, completions=[one.text.completion for one in trials])
-            for one, completion in zip(trials, copy.completions, strict=True):
-                completion.logprobs = array("d", one.draft.logprobs)
-                one.become(completion, version, eos_token_ids)
-            known = len(trials) == len(group.completions)
-            known = known and all(self._knows(one.draft) for one in trials)
-            if known and all(completion.finished for completion in copy.completions):
-                whole.append((copy, trials))
-        return EndedDrafts(whole, version, eos_token_ids, self.kept_whole, self._judged)
 
     def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
         """Return the drafts of some groups, as far as the limit, with their noise."""
@@ -201,59 +173,6 @@ class Drafts:
         for completion in completions:
             if id(completion) in whole and version in dict(completion.segments):
                 completion.old_logprobs = completion.logprobs
-
-    def _knows(self, draft: Draft) -> bool:
-        """Whether the weights of all its versions are kept."""
-        return self.weights.keys() >= {*draft.versions}
-
-
-class EndedDrafts:
-    """Drafts of groups in which all have ended, verified by the pass that computes their gradients.
-
-    A draft that this pass accepts whole is a completion. The others are left for `Drafts.verify`,
-    which decides about them with the same noise and log-probs.
-
-    Attributes:
-        groups: The copies.
-        kept: Ids of the drafts that are accepted whole.
-        audit: Of these.
-    """
-
-    def __init__(
-        self,
-        whole: Sequence[tuple[Group, Sequence[Trial]]],
-        version: int,
-        eos_token_ids: Sequence[int],
-        kept_whole: list[Completion],
-        judged: dict[str, Tensor],
-    ) -> None:
-        self._judged = judged
-        self._trials = {one.sample.id: one for _, trials in whole for one in trials}
-        self._version, self._eos, self._whole = version, eos_token_ids, kept_whole
-        self.groups = [group for group, _ in whole]
-        self.kept: set[str] = set()
-        self.audit = DraftAudit()
-
-    def accepts(self, samples: Sequence[Sample], logp: Tensor) -> Tensor:
-        """Turn the drafts that are accepted whole into completions; see `micro_batches.Accepts`."""
-        trials = [self._trials[sample.id] for sample in samples]
-        for one, row in zip(trials, logp.double().cpu(), strict=True):
-            one.logprobs = row[: one.tokens].clone()
-        if any(one.logprobs.isnan().any() for one in trials):  # gradients would be NaN, too
-            return torch.zeros(len(trials))
-        for one in (one for one in trials if one.is_finite()):
-            one.weigh()
-            if not one.is_accepted:
-                self._judged[one.sample.id] = one.logprobs
-                continue
-            one.accept(one.tokens)
-            completion = one.sample.completion
-            one.become(completion, self._version, self._eos)
-            completion.draft = None
-            self._whole.append(completion)
-            self.kept.add(one.sample.id)
-            self.audit += DraftAudit(one.tokens, one.tokens, 1, one.distance)
-        return torch.tensor([sample.id in self.kept for sample in samples])
 
 
 def _trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -305,10 +224,8 @@ def _differs(audit: DraftAudit, allowed: float) -> str:
         f"recorded differ from the trainer's by {audit.mean_gap:.2e} on average (of "
         f"{audit.compared} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
         "allowed), so what is kept of them would not be draws of the policy. Let engine and "
-        "trainer compute in the same precision, or do not verify drafts "
-        "(`AheadRollout(correction='importance')`, `SortedBatching(mode='partial')`, "
-        "`TailBatching` without `reuse_drafts` and `max_deferrals`). `verify_sync=False` switches "
-        "this check off."
+        "trainer compute in the same precision, or verify nothing: "
+        "`AsyncRollout(too_old='wait')`. `verify_sync=False` switches this check off."
     )
 
 

@@ -31,9 +31,6 @@ class Learner(Protocol):
     """Whether a completion with zero advantage has zero gradient."""
     needs_group: bool
     """Whether an advantage is relative to the completion's group, not to the whole update."""
-    verifies_drafts: bool
-    """Whether `accumulate` calls `MicroBatch.verify` before the loss, and the gradient of a round's
-    first step is linear in the advantages."""
 
     def streaming_obstacle(self) -> str | None:
         """Say why gradients need the whole update, or `None` if they can be accumulated."""
@@ -92,7 +89,6 @@ class PlainLearner:
     needs_reference = False
     skip_zero_advantage = False
     needs_group = True
-    verifies_drafts = False
 
     def streaming_obstacle(self) -> str | None:
         return "it takes its micro-batches in `training_step`, after the whole update is drawn"

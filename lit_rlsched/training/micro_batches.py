@@ -1,13 +1,13 @@
 """Split an optimizer step's completions into padded micro-batches; nothing else pads."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from lit_rlsched.scheduling.shares import share
+from lit_rlsched.scheduling.routing import share
 from lit_rlsched.training.prompt_rows import (
     PASS,
     EncodedRows,
@@ -22,9 +22,6 @@ from lit_rlsched.types import Completion, Sample
 
 ZERO_ADVANTAGE = 1e-8
 """A smaller advantage is the rounding error of a group with equal rewards."""
-
-Accepts = Callable[[Sequence[Sample], torch.Tensor], torch.Tensor]
-"""Given drafts and the log-probs `[B, C]` of their tokens, returns which are kept, `[B]`."""
 
 
 class MicroBatch:
@@ -57,7 +54,6 @@ class MicroBatch:
         is_last: Whether this is the last one.
         scale: Factor of the loss before the backward pass: the number of ranks, which average their
             gradients, or 0 for a micro-batch that another rank has too.
-        again: Whether the completions were trained on before, and `advantages` is what is missing.
     """
 
     def __init__(
@@ -68,13 +64,8 @@ class MicroBatch:
         is_first: bool,
         is_last: bool,
         scale: float = 1.0,
-        advantage: Callable[[Sample], float] = lambda sample: sample.completion.advantage,
-        again: bool = False,
-        accepts: Accepts | None = None,
     ) -> None:
         samples = [sample for row in prompt_rows for sample in row.samples]
-        self._accepts = accepts and partial(accepts, samples)
-        self.again = again
         completions = [sample.completion for sample in samples]
         sampling = samples[0].group.sampling
         self.temperature = sampling.temperature
@@ -92,7 +83,7 @@ class MicroBatch:
         self.prompt_lengths = encoded.prompt_lengths
         self.completion_lengths = encoded.completion_lengths
         self.completion_mask = pad([step.mask(c) for c in completions])
-        self.advantages = torch.tensor([advantage(s) for s in samples], dtype=float_dtype())
+        self.advantages = torch.tensor([c.advantage for c in completions], dtype=float_dtype())
         self.rollout_logp = pad([c.logprobs for c in completions])
         self.old_logp = _pad_optional([c.old_logprobs for c in completions])
         self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
@@ -124,28 +115,6 @@ class MicroBatch:
             "step_tokens": self.step_tokens,
             "max_completion_length": self.max_completion_length,
         }
-
-    def verify(self, logp: torch.Tensor) -> None:
-        """If the completions are drafts, remove rejected ones from the loss.
-
-        To be called between the forward pass and the loss. Drafts that are kept are as if this
-        policy had drawn them. So are completions that are trained on `again`: the two gradients
-        add up only if neither is corrected.
-
-        Args:
-            logp: `[B, C]`, log-probs under the policy.
-        """
-        if self._accepts is not None:
-            kept = self._accepts(logp).to(self.completion_mask)
-            self.completion_mask = self.completion_mask * kept.unsqueeze(1)
-            self.advantages = self.advantages * kept
-        if self._accepts is not None or self.again:
-            self.rollout_logp, self.old_logp = logp, None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token is in the loss, because all completions are drafts that are cut."""
-        return self._accepts is not None and not self.completion_mask.any()
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         """Move every tensor, in place."""
@@ -201,19 +170,14 @@ class OptimizerStep:
             not known yet.
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
             `divisor`. Their completions are skipped; the losses of the others divide by it, too.
-        done: Advantages by which gradients are accumulated already, by the id of the completion; by
-            default those of `accumulated`. If the advantage of one of them has changed since, only
-            the difference is trained on, which needs a gradient that is linear in the advantages.
-        accepts: The completions are drafts, and this decides which of them are kept.
         rank: Rank of this process, which iterates over its share of the micro-batches.
-        ranks: Number of ranks, which get equally many; see `scheduling.shares`.
+        ranks: Number of ranks, which get equally many; see `scheduling.routing`.
 
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
         totals: Sequences and tokens of the step.
         divisor: Divisor of the losses of the micro-batches.
         groups: The groups of all completions.
-        drafts: If the completions are drafts, ids of those that are kept, once it is known.
     """
 
     def __init__(
@@ -228,15 +192,10 @@ class OptimizerStep:
         row_cost: Callable[[Sequence[Sample], int], RowCost | None] | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
-        done: Mapping[str, float] | None = None,
-        accepts: Accepts | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         self._rank, self._ranks = rank, ranks
-        self._accepts = accepts
-        self.drafts: set[str] | None = None
-        self._given = samples
         self.groups = [*{s.group.id: s.group for s in samples}.values()]
         samples = [s for s in samples if not s.completion.dropped]
         totals = StepTotals(len(samples), 0, off_policy, only_version)
@@ -249,47 +208,22 @@ class OptimizerStep:
         self.divisor: StepTotals = accumulated[0].divisor if accumulated else self.totals
         if divisor is not None:
             self.divisor = replace(self.totals, sequences=divisor[0], tokens=divisor[1])
-        changes = done is not None or any(part.drafts is not None for part in accumulated)
-        self._done = done = advantages_of(accumulated) if done is None else done
-        self._trained = {id(sample.completion) for sample in self.samples}
-        self._first = [
+        done = {group.id for part in accumulated for group in part.groups}
+        self._encoded = [
             s
             for s in self.samples
-            if s.id not in done and (s.completion.advantage or not skip_zero_advantage)
+            if s.group.id not in done and (s.completion.advantage or not skip_zero_advantage)
         ]
-        again = [s for s in self._given if changes and s.id in done]
-        self._again = [s for s in again if abs(self._left(s)) > ZERO_ADVANTAGE]
         self._micro_batch_tokens = micro_batch_tokens
         self._least_price = PASS if divisor or accumulated else 0
         self._row_cost = row_cost
 
-    def _own(self, sample: Sample) -> float:
-        """Return its advantage, or 0 if it is not trained on."""
-        return sample.completion.advantage if id(sample.completion) in self._trained else 0.0
-
-    def _left(self, sample: Sample) -> float:
-        """Return the part of its advantage that is not trained on yet."""
-        return self._own(sample) - self._done.get(sample.id, 0.0)
-
-    @property
-    def advantages(self) -> dict[str, float]:
-        """The advantage with which each completion is trained on after this step, by its id."""
-        kept = (s for s in self._given if self.drafts is None or s.id in self.drafts)
-        return {sample.id: self._own(sample) for sample in kept}
-
     @cached_property
-    def _batches(self) -> list[tuple[list[PromptRow], bool]]:
-        """Rows of each micro-batch, and whether its completions were trained on before."""
-        encoded, tokens = [*self._first, *self._again], self._micro_batch_tokens
-        cost = self._row_cost(encoded, tokens) if self._row_cost else None
-        return [
-            *((rows, False) for rows in self._split(self._first, cost)),
-            *((rows, True) for rows in self._split(self._again, cost)),
-        ]
-
-    def _split(self, samples: Sequence[Sample], cost: RowCost | None) -> list[list[PromptRow]]:
+    def _batches(self) -> list[list[PromptRow]]:
+        """Rows of each micro-batch."""
         tokens = self._micro_batch_tokens
-        rows = share_prompts(samples, cost, tokens)
+        cost = self._row_cost(self._encoded, tokens) if self._row_cost else None
+        rows = share_prompts(self._encoded, cost, tokens)
         longest = max(map(len, rows), default=0)
         while True:
             batches = split_rows(rows, tokens, self._least_price)
@@ -300,49 +234,30 @@ class OptimizerStep:
     @property
     def micro_batches(self) -> list[list[Sample]]:
         """The completions of each micro-batch, in the order of its tensors."""
-        return [[sample for row in rows for sample in row.samples] for rows, _ in self._batches]
+        return [[sample for row in rows for sample in row.samples] for rows in self._batches]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        turns = share([max(map(len, rows)) * len(rows) for rows, _ in self._batches], self._ranks)
+        turns = share([max(map(len, rows)) * len(rows) for rows in self._batches], self._ranks)
         for number, turn in enumerate(turns):
             item, counts = turn[self._rank]
-            rows, again = self._batches[item]
             yield MicroBatch(
-                rows,
+                self._batches[item],
                 self.divisor,
                 is_first=number == 0,
                 is_last=number == len(turns) - 1,
                 scale=float(self._ranks) if counts else 0.0,
-                advantage=self._left,
-                again=again,
-                accepts=self._accepts,
             )
-
-    def keep(self, ids: Collection[str]) -> None:
-        """Remove rejected drafts from the samples, now that all are verified."""
-        self.drafts = {*ids}
-        self.samples = [sample for sample in self.samples if sample.id in self.drafts]
 
     def padding(self) -> PaddingCount:
         """Count positions and padding, of the accumulated parts too, without building tensors."""
-        lengths = [[len(row) for row in rows] for rows, _ in self._batches]
+        lengths = [[len(row) for row in rows] for rows in self._batches]
         positions = sum(max(of_rows) * len(of_rows) for of_rows in lengths)
         parts = [PaddingCount(positions, positions - sum(map(sum, lengths)))]
         parts += [part.padding() for part in self.accumulated]
         return PaddingCount(sum(p.positions for p in parts), sum(p.padding for p in parts))
-
-
-def are_among(ids: Collection[str], samples: Sequence[Sample], logp: torch.Tensor) -> torch.Tensor:
-    """Return which samples have one of these ids: `accepts` once it is known."""
-    return torch.tensor([sample.id in ids for sample in samples])
-
-
-def advantages_of(parts: Iterable[OptimizerStep]) -> dict[str, float]:
-    """Return the advantage with which each completion is trained on after some parts, by its id."""
-    return {name: value for part in parts for name, value in part.advantages.items()}
 
 
 def _pad_optional(rows: Sequence[Sequence[float] | None]) -> torch.Tensor | None:

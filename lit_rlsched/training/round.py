@@ -1,7 +1,7 @@
 """A drawn round, and the rewards and advantages of its completions."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.advantages import combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
 from lit_rlsched.training.micro_batches import ZERO_ADVANTAGE, OptimizerStep
-from lit_rlsched.types import Completion, Group, Prompt, Sample
+from lit_rlsched.types import ENVIRONMENT, Completion, Group, Prompt, Sample
 
 NONFINITE = "nonfinite_advantage"
 """Why a completion without a finite advantage is dropped."""
@@ -28,36 +28,15 @@ class LostGradients:
 
     divisor: tuple[int, int]
     """See `OptimizerStep`."""
-    parts: list[list[str] | tuple[dict[str, Any], list[str]]]
-    """Ids of each part's groups; for drafts, the groups themselves and ids of those kept. The same
-    parts give the same sums, bit for bit."""
+    parts: list[list[str]]
+    """Ids of each part's groups. The same parts give the same sums, bit for bit."""
 
     @classmethod
     def of(cls, steps: Sequence[OptimizerStep]) -> "LostGradients":
         """Note what these steps were."""
-        parts: list[list[str] | tuple[dict[str, Any], list[str]]] = []
-        for step in steps:
-            if step.drafts is None:
-                parts.append([group.id for group in step.groups])
-            else:
-                parts.append((pack(step.groups), sorted(step.drafts)))
         divisor = steps[0].divisor
+        parts = [[group.id for group in step.groups] for step in steps]
         return cls((divisor.sequences, int(divisor.tokens)), parts)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether drafts were verified by the pass of a part."""
-        return any(not isinstance(part, list) for part in self.parts)
-
-    def parts_of(self, round: "Round") -> Iterator[tuple[list[Group], list[str] | None]]:
-        """Yield the groups of each part; for drafts, with the ids of those that were kept."""
-        groups = {group.id: group for group in round.groups}
-        prompts = {group.prompt.uid: group.prompt for group in round.groups}
-        for part in self.parts:
-            if isinstance(part, list):
-                yield [groups[name] for name in part], None
-            else:
-                yield unpack(part[0], prompts.__getitem__), part[1]
 
 
 @dataclass(slots=True)
@@ -168,10 +147,17 @@ def no_rewards(completions: Sequence[Completion], where: str) -> str:
 
 
 def drop_stale(round: Round, most: int | None) -> None:
-    """Drop completions with tokens that are more than `most` policy versions old, if not 0."""
-    if not most:
+    """Drop completions with tokens that are more than `most` policy versions old.
+
+    With 0 there are none: whatever an earlier policy has drawn was verified or drawn again.
+    """
+    if most is None:
         return
     for completion in round.completions:
+        for version, _ in completion.segments:
+            assert most or version in (round.version, ENVIRONMENT), (
+                f"round {round.ordinal} has a token of version {version}"
+            )
         if completion.staleness(round.version) > most:
             completion.dropped = completion.dropped or "stale"
 

@@ -18,7 +18,7 @@ from lit_rlsched.training.update import Update
 from lit_rlsched.types import ENVIRONMENT, Completion, Group
 
 if TYPE_CHECKING:
-    from lit_rlsched.training.weight_sync import PolicyReader
+    pass
 
 
 def measure(
@@ -140,7 +140,7 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
 def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     """Metrics of discarded tokens and of attempts per prompt."""
     assert round.trace is not None
-    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens - harvest.draft_tokens
+    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
     drawn = round.trace.tokens + harvest.drafts.drawn + earlier
     discarded = harvest.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
@@ -176,33 +176,3 @@ def staleness_metrics(
         "staleness/mean": sum(k * n for k, n in counts.items()) / total,
         "staleness/max": max(counts, default=0),
     }
-
-
-MOST = 8
-"""Completions of a round that are scored."""
-
-
-def cache_divergence(round: Round, policy: "PolicyReader", temperature: float) -> dict[str, float]:
-    """Estimate the divergence of the engine's draws from the policy of the same version.
-
-    It covers the tokens of the newest version in completions that older versions began. The policy
-    has these weights now, and only the engine's cache differs.
-    """
-    samples = [
-        s
-        for s in round.samples
-        if len(s.completion.segments) > 1 and any(s.completion.mask(round.version))
-    ][:MOST]
-    if not samples:
-        return {}
-    logprobs = policy.logprobs(
-        [s.group.prompt for s in samples], [s.completion for s in samples], temperature
-    )
-    gaps = [
-        (ours - torch.tensor(s.completion.logprobs, dtype=ours.dtype))[
-            torch.tensor(s.completion.mask(round.version)) == 1
-        ]
-        for s, ours in zip(samples, logprobs, strict=True)
-    ]
-    gap = torch.cat(gaps).double()
-    return {"in_flight/cache_kl": float((gap.exp() - 1 - gap).mean())}

@@ -37,7 +37,7 @@ class TrainingRounds:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without drafts and without a next round."""
+        """Begin without kept weights and without a next round."""
         self.drafts = Drafts()
         self.overlap = Overlap(self.runner, self.drafts)
 
@@ -72,16 +72,13 @@ class TrainingRounds:
             stream.finish(round)
         self._blame(huge_rewards(round, names, update.weights))
         round.metrics |= measure(round, drawn.harvest, drawn.planned, names, update)
-        if "ahead_rollout/tokens" in ahead:
-            ahead = {**ahead, "ahead_rollout/rewards_kept": how.session.scorer.kept_ahead}
         round.metrics |= drawn.metrics | ahead
         timeline.add(TRAINER, "advantages", began, timeline.now())
         round.metrics["time/advantages"] = timeline.now() - began
         round.metrics |= self.runner.commit(drawn)
         self.overlap.clear()
-        self.overlap.follows(drawn.following)
-        old = how.rule.verifies_from is not None
-        self.drafts.keep(how.policy, how.version, planner.pool, all_tokens=old)
+        if how.rule.verifies_from is not None:
+            self.drafts.keep(how.policy, how.version, planner.pool)
         return round, _counts(round, drawn.harvest) + drawn.failures
 
     def draw_ahead(self, how: Drawing) -> None:
@@ -120,8 +117,7 @@ class TrainingRounds:
         self.runner.load_state_dict(state, prompt)
         self._forget()
         self.drafts.weights = dict(state["drafts"])
-        if "next" in state:
-            self.overlap.load_state_dict(state["next"], rule, prompt)
+        self.overlap.load_state_dict(state["next"], rule, prompt)
 
 
 def _counts(round: Round, harvest: Harvest) -> Counter[str]:
@@ -131,5 +127,6 @@ def _counts(round: Round, harvest: Harvest) -> Counter[str]:
         "num_discarded_tokens": harvest.discarded_tokens,
         "dropped/stopped": len(harvest.stopped),
         "dropped/nonfinite_draft": harvest.drafts.nonfinite,
+        "dropped/lost_draft": harvest.drafts.lost,
     }
     return Counter(counts) + count_drops(round)

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from lit_rlsched.scheduling.ahead_rollout import Correction
-from lit_rlsched.scheduling.in_flight_updates import InFlight
+from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
+from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.streamed_training import Streaming
-from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.run_settings import RunSettings
 from lit_rlsched.training.selection import Selection
@@ -24,7 +22,8 @@ class Schedule:
     """
 
     rule: RoundRule
-    """Which prompts a round draws and when it ends: `SortedBatching`, `TailBatching`."""
+    """Which prompts a round draws, when it ends, and what becomes of tokens of earlier policies:
+    `RolloutWindow`, `AsyncRollout`, `SortedBatching`, `TailBatching`."""
     slots: SlotSettings = field(default_factory=SlotSettings)
     """How many completions decode at once, in which order: `MicroGroupSampling`."""
     lengths: CalibratedPredictor | None = None
@@ -37,13 +36,9 @@ class Schedule:
     """A round may draw this many times its prompts, to replace prompts whose completions all have
     the same reward: `DynamicSampling`."""
     streaming: Streaming | None = None
-    """When gradients are computed during the rollout: `StreamedTraining`, `AheadRollout`."""
-    ahead: Correction | None = None
-    """Whether the next round is drawn during the update: `AheadRollout`."""
-    fills_drain: bool = False
-    """Whether free slots begin the next round: `DrainFilling`."""
-    in_flight: InFlight | None = None
-    """Whether it gets the weights of each optimizer step: `InFlightUpdates`."""
+    """When gradients are computed during the rollout: `StreamedTraining`."""
+    ahead: bool = False
+    """Whether the next round is drawn during the update: `AsyncRollout`."""
     timeouts: AdaptiveTimeout | None = None
     """How long reward functions may take: `AdaptiveTimeouts`."""
     mask_stale_tokens: bool = False
@@ -54,17 +49,6 @@ class Schedule:
     """Callbacks that need an engine that decodes while the trainer computes."""
     trains_on_stale: str | None = None
     """Setting with which rounds train on tokens of earlier policy versions."""
-
-    @property
-    def verifies_drafts(self) -> bool:
-        """Whether rounds may begin with drafts."""
-        old = self.rule.verifies_from is not None
-        return self.rule.keeps_drafts or old or self.ahead == "verify" or self.fills_drain
-
-    @property
-    def draws_beside(self) -> bool:
-        """Whether the next round is drawn while the trainer updates the policy."""
-        return self.ahead is not None or self.in_flight is not None
 
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.training.draft_verifier import Drafts, EndedDrafts
-from lit_rlsched.training.micro_batches import OptimizerStep, advantages_of
+from lit_rlsched.training.draft_verifier import Drafts
+from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group
@@ -42,8 +42,6 @@ class GradientStream:
         prompts, tokens = update.schedule.rule.update_prompts, update.settings.micro_batch_tokens
         self._ready = Parts(streaming, prompts, tokens).ready
         self._parts: list[OptimizerStep] = []
-        self._done: dict[str, float] = {}
-        """Advantages of drafts that were kept whole, by id."""
         self._copies: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
@@ -53,19 +51,6 @@ class GradientStream:
             self._accumulate(groups)
             trace.worked(began, time.monotonic())
             self._meanwhile()
-
-    def verify(self, ended: EndedDrafts, trace: RolloutTrace) -> None:
-        """Verify ended drafts, which are scored, with the pass that computes their gradients."""
-        began = time.monotonic()
-        part = Round(self._number, self._version, ended.groups)
-        self._update.assign_advantages(part, drafts=True)
-        first = not self._parts
-        step = self._update.accumulate_part(part, self._divisor, first, accepts=ended.accepts)
-        step.keep(ended.kept)
-        self._parts.append(step)
-        self._done |= advantages_of([step])
-        trace.worked(began, time.monotonic())
-        self._meanwhile()
 
     def finish(self, round: Round) -> None:
         """Copy the results of the streamed groups and `streamed_training/*` into the round."""
@@ -89,7 +74,6 @@ class GradientStream:
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)
         self._update.assign_advantages(round)
-        first = not self._parts
-        self._parts.append(self._update.accumulate(round, self._divisor, first, self._done))
+        self._parts.append(self._update.accumulate(round, self._divisor, not self._parts))
         self._copies += zip(groups, copies, strict=True)
         self.streamed.update(group.id for group in groups)

@@ -2,10 +2,9 @@
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +12,7 @@ import torch
 
 from lit_rlsched.ranks import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
-from lit_rlsched.training.micro_batches import (
-    Accepts,
-    MicroBatch,
-    OptimizerStep,
-    advantages_of,
-    are_among,
-)
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.round import Round, drop_infinite_rewards, set_advantages
 from lit_rlsched.training.run_settings import RunSettings
@@ -48,7 +41,7 @@ class Update:
     @property
     def off_policy(self) -> bool:
         """Whether a round may train on tokens of earlier policies."""
-        return self.schedule.ahead == "importance" or self.schedule.rule.off_policy
+        return self.schedule.ahead or self.schedule.rule.off_policy
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -59,16 +52,8 @@ class Update:
         several = self.settings.steps_per_epoch > 1
         return several and not self.learner.needs_engine_logprobs(self.off_policy)
 
-    @property
-    def verifies_drafts(self) -> bool:
-        """Whether `accumulate_part` can verify drafts."""
-        return self.learner.verifies_drafts and self.team.size == 1
-
-    def assign_advantages(self, part: Round, drafts: bool = False) -> None:
-        """Select completions of a round or of a part of it, and assign their advantages.
-
-        With `drafts` they are not verified yet, so they need no log-probs.
-        """
+    def assign_advantages(self, part: Round) -> None:
+        """Select completions of a round or of a part of it, and assign their advantages."""
         learner, selection = self.learner, self.schedule.selection
         if not part.groups:
             return
@@ -76,7 +61,7 @@ class Update:
         if selection and not selection.full_scope:
             self._select(part, selection)
         plain = isinstance(learner, PlainLearner) and self.off_policy
-        if not drafts and (self.needs_old_logprobs or plain or learner.needs_reference):
+        if self.needs_old_logprobs or plain or learner.needs_reference:
             self._score(part)
         set_advantages(part, learner, self.weights)
         if selection and selection.full_scope:
@@ -110,28 +95,19 @@ class Update:
         with self.forward_context():
             return {name: values.cpu() for name, values in self.learner.score(batch).items()}
 
-    def accumulate(
-        self, part: Round, divisor: tuple[int, int], first: bool, done: Mapping[str, float]
-    ) -> OptimizerStep:
+    def accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's first step, on all ranks."""
         if self.team.size > 1:
-            step = self.part_of_step(part, divisor, done=done)
+            step = self._step_of(part.groups, part.version, divisor=divisor)
             len(step)  # decides about shared prompts for all ranks
-        return self.team.call("accumulate", self.accumulate_part, part, divisor, first, done)
+        return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
-    def accumulate_part(
-        self,
-        part: Round,
-        divisor: tuple[int, int],
-        first: bool,
-        done: Mapping[str, float] | None = None,
-        accepts: Accepts | None = None,
-    ) -> OptimizerStep:
+    def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate this rank's share of the gradients; a task of the team.
 
-        For the arguments see `OptimizerStep`; `first` is that of `Learner.accumulate`.
+        For `divisor` see `OptimizerStep`; `first` is that of `Learner.accumulate`.
         """
-        step = self.part_of_step(part, divisor, done=done, accepts=accepts)
+        step = self._step_of(part.groups, part.version, divisor=divisor)
         self.learner.accumulate(step, first)
         return step
 
@@ -142,25 +118,12 @@ class Update:
         """
         if round.lost is None or taken or self.learner.streaming_obstacle() is not None:
             return
-        if round.lost.has_drafts and not self.learner.verifies_drafts:
-            return
+        groups = {group.id: group for group in round.groups}
         parts: list[OptimizerStep] = []
-        for groups, kept in round.lost.parts_of(round):
-            step = self.accumulate_part(
-                Round(round.number, round.version, groups),
-                round.lost.divisor,
-                not parts,
-                advantages_of(parts),
-                None if kept is None else partial(are_among, kept),
-            )
-            if kept is not None:
-                step.keep(kept)
-            parts.append(step)
+        for names in round.lost.parts:
+            part = Round(round.number, round.version, [groups[name] for name in names])
+            parts.append(self.accumulate_part(part, round.lost.divisor, not parts))
         round.accumulated, round.lost = parts, None  # at once: SIGTERM may come before
-
-    def part_of_step(self, part: Round, divisor: tuple[int, int], **how: Any) -> OptimizerStep:
-        """Build a part of the round's first step; the arguments are those of `OptimizerStep`."""
-        return self._step_of(part.groups, part.version, divisor=divisor, **how)
 
     def step(self, round: Round, index: int) -> OptimizerStep:
         """Build one of the round's optimizer steps.
@@ -171,7 +134,7 @@ class Update:
         seed, steps = self.settings.seed, self.settings.steps_per_round
         iteration, number = divmod(index, steps)
         groups = round.groups
-        if steps > 1:  # else its drafts may have been trained on
+        if steps > 1:
             groups = [g for g in groups if not all(c.dropped for c in g.completions)]
         parts = split_steps(len(groups), steps, seed, round.number, iteration)
         members = [groups[i] for i in parts[number]]

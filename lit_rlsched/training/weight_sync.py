@@ -162,11 +162,10 @@ class WeightSync:
         self._prompts = list(probe)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
 
-    def __call__(self, version: int, keep: bool = False) -> dict[str, float]:
+    def __call__(self, version: int) -> dict[str, float]:
         """Load the weights of `version`; return `sync/max_logp_diff` if they are checked."""
-        load = self._engine.update_weights if keep else self._engine.sync_weights
-        load(self._policy.weights(), version)
-        while self._prompts and not keep:
+        self._engine.sync_weights(self._policy.weights(), version)
+        while self._prompts:
             with suppress(EngineDied):  # its replacement has the weights, but not the requests
                 return {"sync/max_logp_diff": self.check(version)}
         return {}

@@ -14,8 +14,8 @@ from lit_rlsched.callbacks import (
     RolloutLogger,
     SortedBatching,
 )
+from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.settings import UsageError
 

@@ -15,7 +15,7 @@ from lit_rlsched.callbacks import (
     ParallelismPlanner,
     TailBatching,
 )
-from lit_rlsched.engines import TransformersEngine, VLLMEngine, placement
+from lit_rlsched.engines import TransformersEngine, VLLMEngine, devices
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineStats
 from lit_rlsched.settings import UsageError
@@ -99,7 +99,7 @@ def test_a_restart_changes_no_draw(fit):
 
 
 def test_all_engines_of_a_run_have_the_same_size(fit, monkeypatch):
-    monkeypatch.setattr(placement, "available_cores", lambda: list(range(4)))
+    monkeypatch.setattr(devices, "available_cores", lambda: list(range(4)))
     alone, _ = train(fit, Divisible({}), epochs=3)
     engines = [Divisible({1: 2}) for _ in range(2)]
     recorder, _ = train(fit, EnginePool(engines), epochs=3)

@@ -21,8 +21,7 @@ from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger, SortedBatch
 from lit_rlsched.callbacks.report import collect, timelines
 from lit_rlsched.callbacks.report import page as page_module
 from lit_rlsched.callbacks.report.collect import run_data
-from lit_rlsched.callbacks.report.page import write_report
-from lit_rlsched.callbacks.report.perfetto import write_trace
+from lit_rlsched.callbacks.report.page import write_report, write_trace
 from lit_rlsched.callbacks.report.timelines import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError

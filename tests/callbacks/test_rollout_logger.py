@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.run.record import MOST_PROMPTS, WHOLE_ROUNDS, RunRecord
+from lit_rlsched.run.record import WHOLE_ROUNDS, RunRecord
 from lit_rlsched.run.saving.resuming import SAME_ON_RESUME
 from lit_rlsched.run.trainer import Clock, Recorder
 from lit_rlsched.run.training_run import TrainingRun
@@ -120,7 +120,7 @@ def run(callback: RolloutLogger, trainer, rounds) -> None:
 
 
 def draw(callback: RolloutLogger, trainer, round: Round) -> None:
-    trainer.datamodule.run.record.add_round(round, [1.0, 1.0])
+    trainer.datamodule.run.record.add_round(round)
     callback.on_round_end(trainer, None, round)
 
 
@@ -491,18 +491,16 @@ def test_refuses_data_without_rollouts(tmp_path):
 
 
 def test_the_record_is_bounded_and_goes_on_after_a_resume():
-    """The curves reach over the whole run; everything else is of the newest rounds and prompts."""
+    """The curves reach over the whole run; everything else is of the newest rounds."""
     whole, resumed = RunRecord(), RunRecord()
     trainer = SimpleNamespace()
-    number, prompts = WHOLE_ROUNDS + 10, 12
-    assert number * prompts > MOST_PROMPTS
+    number = WHOLE_ROUNDS + 10
     for n in range(number):
         if n == number - 5:
             resumed.load_state_dict(whole.state_dict())
         for record in (whole, resumed)[: 1 + (n >= number - 5)]:
-            round = make_round(n, prompts=prompts)
-            round.completions[0].dropped = "stale"
-            record.add_round(round, [0.5, 1.0])
+            round = make_round(n)
+            record.add_round(round)
             record.add_metrics({"step": 99, "time/total": n})  # `step` of a reward function
             trainer.callback_metrics = {"kl": torch.tensor(0.5 + n), "loss": torch.tensor(1.0)}
             Recorder(record).on_train_batch_end(trainer, None)
@@ -513,10 +511,3 @@ def test_the_record_is_bounded_and_goes_on_after_a_resume():
     assert [r["kl"] for r in whole.rounds] == [0.5 + n for n in range(number)]
     kept = [n for n, row in enumerate(whole.rounds) if "rollout/bubble_ratio" in row]
     assert kept == [*range(10, number)] and not any("loss" in row for row in whole.rounds)
-    assert len(whole.prompts) == MOST_PROMPTS
-    row, first = whole.prompts[-prompts], make_round(number - 1, prompts=prompts).groups[0]
-    assert (row["uid"], row["round"], row["version"]) == ("p0", number, 2 * number - 2)
-    assert row["id"] == first.id
-    assert row["lengths"] == [len(c.token_ids) for c in first.completions]
-    assert row["fates"] == ["stale", *(c.finish_reason for c in first.completions[1:])]
-    assert row["rewards"] == 4 * [0.5]

@@ -176,11 +176,10 @@ def test_every_log_prob_is_of_the_version_that_drew_the_token(fit, tiny_model, e
     assert moved > 0.1  # of another version they would have been others
 
 
-@pytest.mark.parametrize("mode", ["on_policy", "verified"])
-def test_every_token_is_of_the_newest_version(fit, tiny_model, mode):
+def test_every_token_is_of_the_newest_version(fit, tiny_model):
     recorder = Recorder()
     module = GRPOModule(tiny_model, learning_rate=1e-2)
-    callbacks = [recorder, SortedBatching(pool_rounds=3, mode=mode)]
+    callbacks = [recorder, SortedBatching(pool_rounds=3)]
     fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
     for round in recorder.rounds:
         model = module_of(tiny_model, recorder.weights[round.version]).model
@@ -194,8 +193,6 @@ def test_every_token_is_of_the_newest_version(fit, tiny_model, mode):
     begun_again = [c.attempts for c in recorder.completions]
     assert max(begun_again) >= 1
     assert min(r.metrics["rollout/useful_token_share"] for r in recorder.rounds) < 1
-    accepted = [r.metrics.get("drafts/accepted_share", 0) for r in recorder.rounds]
-    assert (max(accepted) > 0) == (mode == "verified")
 
 
 @pytest.mark.slow
@@ -214,12 +211,10 @@ def test_completions_that_are_too_old_are_restarted(fit):
 # Stopping and going on.
 
 
-@pytest.mark.mostly_slow("verified")
-@pytest.mark.parametrize("mode", ["verified", "partial"])
-def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
+def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()
-        batching = SortedBatching(pool_rounds=4, mode=mode)
+        batching = SortedBatching(pool_rounds=4, mode="partial")
         save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
         callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
@@ -243,8 +238,8 @@ def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path, mode):
                 assert a.metrics[name] == b.metrics[name], name
         for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
             assert a.metrics.get(name) == b.metrics.get(name)
-    if mode == "partial":  # what was begun under the first Trainer ended under the second
-        assert any(c.token_ids for g in second.plans[0] for c in g.completions)
+    # what was begun under the first Trainer ended under the second
+    assert any(c.token_ids for g in second.plans[0] for c in g.completions)
 
 
 @pytest.mark.slow

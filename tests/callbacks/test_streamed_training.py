@@ -12,6 +12,7 @@ from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
     MicroGroupSampling,
+    RolloutWindow,
     SortedBatching,
     StreamedTraining,
     TailBatching,
@@ -123,8 +124,8 @@ SCHEDULES = {
     "down-sampling": lambda: [DownSampling(2)],
     "full scope": lambda: [DownSampling(2, advantage_scope="full")],
     "dynamic": lambda: [DynamicSampling()],
-    "drafts": lambda: [TailBatching(1.5, 2.0, reuse_drafts=True)],
-    "losers go on": lambda: [TailBatching(1.5, max_deferrals=2)],
+    "window": lambda: [RolloutWindow()],
+    "window overtaking": lambda: [RolloutWindow(overtake=1)],
     "early stop": lambda: [
         TailBatching(1.5),
         DownSampling(2, early_stop=True, reward_range=[0, 1], min_length_ratio=0),
@@ -132,7 +133,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "drafts-0.02")
+@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "window-0.02")
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_every_scheduler(fit, exact_model, schedule, delay):

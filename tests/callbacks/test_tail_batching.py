@@ -8,18 +8,16 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
-    LengthPrediction,
     MicroGroupSampling,
     RNGState,
     RolloutCallback,
     SortedBatching,
     TailBatching,
 )
-from lit_rlsched.engines import SimulatedEngine, VLLMEngine
+from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 
@@ -124,178 +122,6 @@ def test_on_vllm(fit):
     assert recorder.long == [*FIVE, False]
     assert data.run.counters["num_completions"] == 6 * 8
     assert data.run.counters["dropped/stopped"] >= 5 * 4
-
-
-# What lost, verified by a newer policy.
-
-
-def drafts_of(groups):
-    return [c.draft for g in groups for c in g.completions if c.draft is not None]
-
-
-def check_drafts(recorder):
-    """What was decoded is trained on, counted as discarded, or still a draft."""
-    decoded = replaced = discarded = trained = accepted = 0
-    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
-        metrics, began = (
-            r.metrics,
-            {f"{g.id}/{c.index}": c.draft for g in plan for c in g.completions},
-        )
-        assert (
-            any(began.values())
-            == metrics["tail_batching/long_round"]
-            == ("drafts/tokens" in metrics)
-        )
-        if drafts := drafts_of(plan):
-            assert {v for d in drafts for v in d.versions} <= set(range(r.version))
-            assert metrics["drafts/tokens"] == sum(len(d.token_ids) for d in drafts)
-            assert metrics["drafts/completed"] < len(drafts)
-            accepted += metrics["drafts/accepted_tokens"]
-            replaced += len(drafts) - metrics["drafts/completed"]
-            assert metrics["time/drafts"] > 0 and "pool/recovered_token_share" in metrics
-            common = 0
-            for row in r.samples:
-                if draft := began.get(row.id):
-                    pairs = zip(row.completion.token_ids, draft.token_ids, strict=False)
-                    common += next(
-                        (i for i, (a, b) in enumerate(pairs) if a != b), len(draft.token_ids)
-                    )
-            assert metrics["drafts/accepted_tokens"] <= common <= metrics["drafts/tokens"]
-        decoded += metrics["rollout/tokens"]
-        trained += sum(len(c.token_ids) for c in r.completions)
-        discarded += metrics["rollout/discarded_tokens"]
-        left = sum(len(d.token_ids) for d in drafts_of(pool))
-        assert decoded + replaced == trained + discarded + left
-    return accepted
-
-
-@pytest.mark.slow
-def test_what_lost_is_verified_in_the_long_round(fit):
-    recorder = Recorder()
-    callbacks = [
-        recorder,
-        TailBatching(completion_ratio=1.25, reuse_drafts=True),
-        MicroGroupSampling(slots=9),
-    ]
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 11}, **SMALL)
-    check(recorder)
-    assert recorder.long == [*FIVE, *FIVE, False]
-    assert check_drafts(recorder) > 0
-    for pool in recorder.pools:
-        assert len({v for d in drafts_of(pool) for v in d.versions}) <= 4
-    assert data.run.rounds.drafts.weights.keys() == {10}
-    for r in recorder.rounds:
-        for row in r.samples:
-            assert row.completion.draft is None
-            assert len(row.completion.logprobs) == len(row.completion.token_ids)
-
-
-def check_races(recorder, update=4, raced=6, most=8):
-    """Whole updates of the newest policy; what lost goes on until it wins, nothing twice."""
-    waiting, seen = [], set()
-    for r, plan, pool in zip(recorder.rounds, recorder.plans, recorder.pools, strict=True):
-        ids, won = [g.id for g in plan], [g.id for g in r.groups]
-        assert len(ids) == raced and ids[: len(waiting)] == waiting
-        assert not set(ids[len(waiting) :]) & seen
-        lost = {g.id: g.deferred for g in plan if g.deferred}
-        due = lost.keys() if max(lost.values(), default=0) >= most else set()
-        assert r.metrics["tail_batching/long_round"] == bool(due) and set(won) >= due
-        assert len(won) == update and [i for i in ids if i in won] == won
-        waiting = [g.id for g in pool]
-        assert waiting == [i for i in ids if i not in won]
-        assert r.metrics["rollout/pool_prompts"] == len(waiting) == raced - update
-        seen |= set(ids)
-        assert {v for d in drafts_of(plan) for v in d.versions} <= {r.version - 1}
-        assert ("drafts/tokens" in r.metrics) == bool(drafts_of(plan))
-        for c in r.completions:
-            assert c.finished and c.scored and c.draft is None
-            assert c.segments == [(r.version, len(c.token_ids))]
-            assert len(c.logprobs) == len(c.token_ids)
-    assert len(recorder.trained) == len(set(recorder.trained))
-
-
-def test_what_lost_goes_on_beside_fresh_prompts(fit):
-    recorder = Recorder()
-    tail = TailBatching(1.5, max_deferrals=8)
-    callbacks = [recorder, tail, MicroGroupSampling(slots=9), LengthPrediction()]
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 8}, **SMALL)
-    check_races(recorder)
-    assert data.run.rounds.drafts.weights.keys() == {7}  # of one version alone
-    assert 1 < max(g.deferred for plan in recorder.plans for g in plan) <= 8
-    assert not any(recorder.long)
-    metrics = [r.metrics for r in recorder.rounds[1:]]
-    assert all(m["pool/recovered_token_share"] > 0 and m["pool/rounds"] == 1 for m in metrics)
-    for m in metrics:  # each round is a pool
-        assert 0 < m["pool/useful_token_share"] == m["rollout/useful_token_share"] <= 1
-    assert min(m["pool/useful_token_share"] for m in metrics) < 1
-
-
-def test_drafts_of_adapters_keep_the_adapters_alone(fit, tiny_model):
-    torch.manual_seed(0)  # adapters are random, and some keep all drafts whole
-    recorder = Recorder()
-    module = GRPOModule(tiny_model, learning_rate=1e-3, lora_rank=2)
-    callbacks = [recorder, TailBatching(1.5, reuse_drafts=True)]
-    _, _, data = fit(module, callbacks, trainer={"max_epochs": 4}, **SMALL)
-    check(recorder, raced=6)
-    assert check_drafts(recorder) > 0
-    (weights,) = data.run.rounds.drafts.weights.values()
-    assert weights and all("lora_" in name for name in weights)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_drafts_on_vllm(fit):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(1.5, 1.25, reuse_drafts=True)]
-    fit(callbacks=callbacks, engine=VLLMEngine(), trainer={"max_epochs": 3}, **SMALL)
-    check(recorder, raced=6)
-    assert check_drafts(recorder) > 0
-
-
-@pytest.mark.slow
-def test_another_trainer_throws_drafts_away(fit, tmp_path):
-    from lightning import Trainer
-
-    recorder = Recorder()
-    _, module, data = fit(
-        callbacks=[recorder, TailBatching(reuse_drafts=True)], trainer={"max_epochs": 2}, **SMALL
-    )
-    drafts = drafts_of(data.run.pool)
-    assert drafts and data.run.rounds.drafts.weights
-    discarded = data.run.counters["num_discarded_tokens"]
-    plans = Recorder()
-    another = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        callbacks=[plans, TailBatching(1.0)],
-    )
-    another.fit(module, datamodule=data)
-    assert not drafts_of(plans.plans[0]) and not drafts_of(data.run.pool)
-    assert not data.run.rounds.drafts.weights
-    thrown = sum(len(d.token_ids) for d in drafts)
-    assert data.run.counters["num_discarded_tokens"] == discarded + thrown
-
-
-@pytest.mark.slow
-def test_gone_on_with_without_drafts(fit, tmp_path):
-    save = ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
-    trainer = {"max_epochs": 2, "enable_checkpointing": True}
-    fit(callbacks=[TailBatching(1.5, reuse_drafts=True), save], trainer=trainer, **SMALL)
-    recorder = Recorder()
-    fit(
-        callbacks=[recorder, TailBatching(1.5)],
-        trainer={"max_epochs": 3},
-        ckpt_path=tmp_path / "saved" / "last.ckpt",
-        **SMALL,
-    )
-    assert recorder.long == [True]
-    assert not drafts_of(recorder.plans[0]) and "drafts/tokens" not in recorder.rounds[0].metrics
-    assert any(c.attempts for c in recorder.rounds[0].completions)
 
 
 @pytest.mark.slow
@@ -405,7 +231,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
         recorder = Recorder()
         save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
         trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        batching = TailBatching(completion_ratio=1.25, reuse_drafts=True)
+        batching = TailBatching(completion_ratio=1.25)
         callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
         _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
         return recorder, vector(module), data
@@ -413,7 +239,6 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
     whole, weights, data = run(7, "whole")
     first, _, _ = run(3, "part")
     assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
-    assert drafts_of(first.pools[-1])
     second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
     assert torch.equal(resumed, weights) and again.run.counters == data.run.counters
     got = [*first.rounds, *second.rounds]
@@ -421,13 +246,7 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
     assert first.long + second.long == whole.long
     for a, b in zip(got, whole.rounds, strict=True):
         assert a.groups == b.groups
-        for name in (
-            "pool/rounds",
-            "pool/useful_token_share",
-            "pool/trained_over_drawn_length",
-            "pool/recovered_token_share",
-            "drafts/accepted_tokens",
-        ):
+        for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
             assert a.metrics.get(name) == b.metrics.get(name)
 
 
@@ -440,29 +259,6 @@ def test_a_ratio_that_cannot_work(name, value):
     message = rf"`TailBatching\({name}={value!r}\)`: use 1 or more. 1 is no race, 1.25 a usual one"
     with pytest.raises(UsageError, match=message):
         TailBatching(**{name: value})
-
-
-@pytest.mark.parametrize("most", [0, -1, 2.5])
-def test_a_number_of_deferrals_that_is_none(most):
-    with pytest.raises(UsageError, match=r"max_deferrals=.*must be a whole number, 1 or more"):
-        TailBatching(max_deferrals=most)
-
-
-@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
-def test_drafts_of_a_truncated_distribution(fit, settings):
-    ((name, value),) = settings.items()
-    message = (
-        rf"reuse_drafts=True\)` with `.*{name}={value}.*Use `top_p=1, top_k=0, min_p=0`, or leave"
-    )
-    with pytest.raises(UsageError, match=message):
-        fit(callbacks=[TailBatching(reuse_drafts=True)], **settings)
-
-
-@pytest.mark.parametrize(("name", "value"), [("reuse_drafts", True), ("max_deferrals", 8)])
-def test_drafts_of_an_engine_without_log_probs(fit, name, value):
-    message = rf"{name}={value}\)` with `engine=SimulatedEngine`: .*Use `VLLMEngine`"
-    with pytest.raises(UsageError, match=message):
-        fit(callbacks=[TailBatching(**{name: value})], engine=SimulatedEngine())
 
 
 @pytest.mark.parametrize("prompts", [7, 3])

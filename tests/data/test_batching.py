@@ -74,58 +74,13 @@ def test_a_step_may_be_empty():
     assert step.padding().positions == 0
 
 
-def test_what_was_trained_on_with_another_advantage_is_trained_on_with_the_difference():
-    """Drafts that were kept, before the reward of a sibling was known."""
-    of = {"same": 1.0, "more": 1.5, "none": 0.0, "gone": 1.0, "cut": -2.0, "masked": 1.0}
-    before = [row(uid=name) for name in of]
-    part = OptimizerStep(before, 100, divisor=(9, 99), accepts=lambda *_: None)
-    part.keep({f"{name}/0" for name in of} - {"cut/0"})
-    assert [s.group.id for s in part.samples] == [name for name in of if name != "cut"]
-    assert part.drafts == {f"{name}/0" for name in of if name != "cut"}
-    assert [group.id for group in part.groups] == [*of]
-    after = [row(uid=name, advantage=advantage) for name, advantage in of.items()]
-    after[3].completion.dropped, after[5].completion.finish_reason = "uninformative", "length"
-    step = OptimizerStep(
-        after, 100, skip_zero_advantage=True, mask_truncated=True, accumulated=[part]
-    )
-    assert (step.totals.sequences, step.totals.tokens) == (5, 20)
-    weights = {}
-    for samples, batch in zip(step.micro_batches, step, strict=True):
-        names = [sample.group.prompt.uid for sample in samples]
-        weights |= dict(zip(names, batch.advantages.tolist(), strict=True))
-        assert batch.again == (names != ["cut"])
-        assert (batch.step_sequences, batch.step_tokens) == (9, 99)
-    assert weights == {"more": 0.5, "none": -1.0, "gone": -1.0, "cut": -2.0, "masked": -1.0}
-    # a part that has made up for it leaves nothing to do
-    rest = OptimizerStep(
-        after, 100, skip_zero_advantage=True, mask_truncated=True, accumulated=[part, step]
-    )
-    assert not len(rest) and rest.totals == step.totals
-
-
-def test_without_drafts_nothing_is_trained_on_twice():
+def test_nothing_is_trained_on_twice():
     """Whatever a callback has done to the advantages: the loss may have other terms."""
     part = OptimizerStep([row(advantage=1.0)], 100, divisor=(9, 99))
     for advantage, dropped in ((3.0, None), (1.0, "mine")):
         changed = [row(advantage=advantage, dropped=dropped), row(uid="b")]
         step = OptimizerStep(changed, 100, accumulated=[part])
         assert [[s.group.id for s in batch] for batch in step.micro_batches] == [["b"]]
-
-
-def test_drafts_that_are_cut_are_not_in_the_loss():
-    def accepts(samples, logp):
-        assert logp.shape == (len(samples), 5)
-        return torch.tensor([sample.group.prompt.uid == "kept" for sample in samples])
-
-    rows = [row(uid="kept"), row(uid="cut")]
-    (batch,) = OptimizerStep(rows, 100, accepts=accepts)
-    batch.verify(logp := torch.full((2, 5), -3.0))
-    assert sorted(batch.completion_mask.sum(1).tolist()) == [0.0, 5.0]
-    assert sorted(batch.advantages.tolist()) == [0.0, 1.0] and not batch.is_empty
-    assert batch.rollout_logp is logp
-    (batch,) = OptimizerStep(rows[1:], 100, accepts=accepts)
-    batch.verify(logp[:1])
-    assert batch.is_empty
 
 
 def test_a_part_of_a_step_has_no_smaller_micro_batches_than_pay():

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from written_rows import written
 
-from lit_rlsched.data.messages import normalized
+from lit_rlsched.data.messages import check_row, normalized
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.row_table import row_uid
-from lit_rlsched.data.rows import check_row, load_rows, open_stream
+from lit_rlsched.data.rows import load_rows, open_stream
 from lit_rlsched.data.tasks import HubDataset
 from lit_rlsched.settings import UsageError
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -14,9 +13,7 @@ from transformers import PreTrainedModel
 from examples.own_engine import PlainEngine
 from lit_rlsched import engines
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.rollout_worker import Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats
-from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request, Sampling
 
@@ -605,140 +602,6 @@ def test_sync_is_refused_while_requests_run(ready: Bench) -> None:
     assert {name: one.token_ids for name, one in drawn.items()} == {
         name: one.token_ids for name, one in expected.items()
     }
-
-
-@pytest.fixture
-def restored(ready: Bench) -> Iterator[Bench]:
-    """The shared engine, which gets its weights back after the test."""
-    before = {name: tensor.clone() for name, tensor in ready.policy.state_dict().items()}
-    yield ready
-    ready.policy.load_state_dict(before)
-    ready.engine.abort([f"r{i}" for i in range(SLOTS)])
-    ready.sync(0)
-
-
-def switch(bench: Bench, worker: Worker, version: int, keep: bool = False) -> PreTrainedModel:
-    """Load other weights between two steps, and return the model as it was before."""
-    before = deepcopy(bench.policy)
-    worker.suspend(keep)
-    perturb(bench.policy)
-    if keep:
-        bench.engine.update_weights(bench.policy.named_parameters(), version)
-    else:
-        bench.sync(version)
-    worker.resume(version)
-    return before
-
-
-def draw_over_switches(
-    bench: Bench, batch: list[Request], turns: list[int], keep: bool = False
-) -> tuple[dict[str, list[Event]], list[PreTrainedModel]]:
-    """Events of each request, and the policy of each version; new weights come at some turns.
-
-    The first request comes again after the last of them, under another name.
-    """
-    worker, events = bench.engine.make_worker(Admission(SLOTS)), dict[str, list[Event]]()
-    trace, policies = worker.start_trace(), list[PreTrainedModel]()
-    worker.start_round(ahead=False, version=0)
-    worker.submit(batch)
-    while worker.busy:
-        turn = trace.decode_steps
-        worker.allow(min((t - turn for t in turns if t > turn), default=None))
-        for event in worker.step():
-            events.setdefault(event.request_id, []).append(event)
-        if trace.decode_steps in turns:
-            policies.append(switch(bench, worker, len(policies) + 1, keep))
-            if len(policies) == len(turns):
-                worker.submit([replace(batch[0], id=f"r{SLOTS - 1}")])
-    tokens = {n: sum(len(e.token_ids) for e in of) for n, of in events.items()}
-    left = dict.fromkeys(tokens, 0)
-    for name, drawn in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
-        left[name] += drawn
-    assert left == tokens, "a request that goes on has drawn all its tokens in one stay"
-    assert trace.pauses == 0
-    return events, [*policies, bench.policy]
-
-
-def gaps(
-    policies: list[PreTrainedModel], request: Request, events: list[Event]
-) -> tuple[list[int], torch.Tensor]:
-    """Version of each token, and the distances of its log-prob from all policies, `[T, policy]`."""
-    ids = [token for event in events for token in event.token_ids]
-    drawn = torch.tensor([logprob for event in events for logprob in event.logprobs])
-    versions = [event.version for event in events for _ in event.token_ids]
-    ours = torch.tensor([score(policy, request, ids) for policy in policies])
-    return versions, (ours - drawn).abs().T
-
-
-@every_engine
-def test_new_weights_between_two_steps(restored: Bench) -> None:
-    """Each token's log-prob is that of its version: nothing of the old weights is left."""
-    batch = requests(SLOTS - 1, LONG_PROMPT, temperature=1.3)
-    whole = run(restored.engine, batch)
-    events, policies = draw_over_switches(restored, batch, [5, 6, 14])
-    longest = max(len(one.token_ids) for one in whole.values())
-    assert longest == 40, "some are drawn by all versions"
-    for request in [*batch, replace(batch[0], id=f"r{SLOTS - 1}")]:
-        of = events[request.id]
-        assert [e.finish_reason for e in of][:-1] == [None] * (len(of) - 1)
-        versions = [event.version for event in of for _ in event.token_ids]
-        late = request.id not in whole
-        expected = [3] * 40 if late else [0] * 5 + [1] + [2] * 8 + [3] * 26
-        assert versions == expected[: len(versions)]
-        if not restored.engine.logprobs:  # a simulation
-            ids = [token for event in of for token in event.token_ids]
-            assert late or ids == whole[request.id].token_ids
-            continue
-        _, found = gaps(policies, request, of)
-        rows = torch.arange(len(versions))
-        assert found[rows, versions].max() < 1e-4
-        found[rows, versions] = 1.0
-        assert found.min(1).values.max() > 0.02, "other versions would have been noticed"
-
-
-@pytest.mark.parametrize("shared", [*CACHED, "SimulatedEngine"], indirect=True)
-def test_new_weights_beside_caches_of_the_old_ones(restored: Bench) -> None:
-    """What goes on is of neither policy; what begins later is of the new one alone."""
-    batch = requests(2, LONG_PROMPT, max_completion_length=120, temperature=0.0)
-    assert restored.engine.keeps_cache
-    events, policies = draw_over_switches(restored, batch, [9], keep=True)
-    assert [e.version for e in events["r0"]].count(0) in (1, 9)
-    if not restored.engine.logprobs:
-        return
-    versions, found = gaps(policies, batch[0], events["r0"])
-    assert found[:9, 0].max() < 1e-4
-    mixed = torch.tensor([version == 1 for version in versions])
-    assert mixed.sum() > 9
-    assert found[mixed].mean(0).min() > 1e-3, "neither of the old policy nor of the new one"
-    versions, found = gaps(policies, batch[0], events[f"r{SLOTS - 1}"])
-    assert set(versions) == {1}
-    assert found[:, 1].max() < 1e-4, "nothing that the old weights had cached was read"
-
-
-@every_engine
-def test_an_abort_between_old_weights_and_new_ones(restored: Bench) -> None:
-    batch = requests(3)
-    worker = restored.engine.make_worker(Admission(2))
-    trace = worker.start_trace()
-    worker.start_round(ahead=False, version=4)
-    worker.submit(batch)
-    worker.allow(4)
-    events = worker.step()
-    while trace.decode_steps < 4:
-        events += worker.step()
-    worker.suspend()
-    events += worker.abort(["r0", "r2"])
-    restored.sync(5)
-    worker.resume(5)
-    assert {e.request_id for e in events} == {"r0", "r1"} and {e.version for e in events} == {4}
-    worker.allow(None)
-    while worker.busy:
-        more = worker.step()
-        assert {(e.request_id, e.version) for e in more} == {("r1", 5)}
-        events += more
-    drawn = [len(e.token_ids) for e in events if e.request_id == "r0"]
-    assert sum(drawn) == 4 == trace.spans["tokens"][trace.spans["request"].index("r0")]
-    assert "r2" not in trace.spans["request"]
 
 
 # --- bookkeeping

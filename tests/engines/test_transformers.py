@@ -310,6 +310,6 @@ def test_a_cache_of_older_weights_is_not_found(tiny_policy):
     while not token_ids or engine.stats().running:
         token_ids += engine.step()[0].token_ids
     before = engine.stats().prefill_tokens
-    engine.update_weights([], 1)
+    engine.sync_weights([], 1)
     engine.submit([replace(request, prefix_ids=[*token_ids, 9])])
     assert engine.stats().prefill_tokens - before == 3 + len(token_ids) + 1

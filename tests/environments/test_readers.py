@@ -14,7 +14,7 @@ from lit_rlsched.callbacks import CompletionWriter, RolloutLogger
 from lit_rlsched.callbacks.report.collect import run_data
 from lit_rlsched.callbacks.rollout_logger import _cells
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.rewards.judge import Judge
+from lit_rlsched.rewards import JudgeReward
 
 TASK, REPLY = " the task is 17.", "=the reply="
 ROWS = [{"prompt": [{"role": "user", "content": "do it:"}]}, {}, {"level": 2}]
@@ -45,7 +45,7 @@ def reward_with_environments(prompts, completions, completion_ids, environments,
     return [0.0]
 
 
-class Echo(Judge):
+class Echo(JudgeReward):
     """Answers with the question."""
 
     async def answer(self, question: str) -> str:
@@ -78,7 +78,7 @@ def read(exact_model, tools_tokenizer, tmp_path_factory):
         )
         data = RolloutDataModule(
             rows,
-            [reward, reward_with_environments, Echo(max_tokens=9999)],
+            [reward, reward_with_environments, Echo("m", "http://localhost:9", max_tokens=9999)],
             predict_data=rows,
             tokenizer=tools_tokenizer,
             environment_factory=World,

@@ -223,7 +223,7 @@ def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
     for kill in range(KILLS):
         alive = [worker for worker in scheduler._workers if worker.ready]
         if alive:
-            os.kill(chance.choice(alive).process.process.pid, signal.SIGKILL)
+            os.kill(chance.choice(alive).process.pid, signal.SIGKILL)
         answered = 0
         while answered < (64 if kill == KILLS - 1 else 8):
             scheduler.wait(10.0)
@@ -243,7 +243,7 @@ def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
     assert kinds["lost"] and kinds["crashed"] and kinds["call"] > KILLS
     scheduler.end_round()
     while scheduler.open_sessions or not all(worker.ready for worker in scheduler._workers):
-        scheduler._turn(0.1)
+        scheduler.turn(0.1)
     assert scheduler.pending == 0
     # some workers are for one session each
     assert (held() == nothing + each * len(scheduler._workers)).all()

@@ -22,11 +22,12 @@ from worlds import Troubled, look, notes
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
+    AsyncRollout,
     DownSampling,
-    DrainFilling,
     LengthPrediction,
     MicroGroupSampling,
     RolloutCallback,
+    RolloutWindow,
     SortedBatching,
     TailBatching,
 )
@@ -344,10 +345,10 @@ def one(completions, **columns):
 
 
 def test_what_does_not_work_with_tools_yet_is_refused(run):
-    with pytest.raises(UsageError, match="Tools with `DrainFilling`: not yet"):
-        run(DrainFilling(), MicroGroupSampling(slots=2), tools=[look], rewards=[one])
-    with pytest.raises(UsageError, match="Tools with a rule that verifies drafts"):
-        run(SortedBatching(mode="verified"), tools=[look], rewards=[one])
+    for callback in (RolloutWindow(), AsyncRollout(too_old="verify")):
+        name = type(callback).__name__
+        with pytest.raises(UsageError, match=rf"Tools with `{name}`: not yet.*too_old='wait'"):
+            run(callback, tools=[look], rewards=[one], engine=ProcessEngine(TransformersEngine()))
     rows = [{"prompt": "1+2="}] * 2
     with pytest.raises(UsageError, match="A prompt is a string, and tools are called in chats"):
         run(rows=rows, tools=[look], rewards=[one], prompts_per_round=1)

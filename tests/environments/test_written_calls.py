@@ -17,10 +17,10 @@ from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.environments.chat import ToolChat
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
-from lit_rlsched.rewards.jobs import packed_row
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.text import as_text
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.workers.messages import packed_row
 
 
 def nested(levels, begin="[", end="]"):

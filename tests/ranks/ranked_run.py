@@ -34,7 +34,7 @@ from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, en
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.engines import process_engine
-from lit_rlsched.run import arrival, run_config, training_run
+from lit_rlsched.run import run_config, same_ranks, training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
@@ -145,7 +145,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     os.chdir(folder)
     nodes = more.get("nodes", 1)
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
-    arrival.SLOW, limit = more.get("waits", (arrival.SLOW, None))
+    same_ranks.SLOW, limit = more.get("waits", (same_ranks.SLOW, None))
     if "hang" in more:
         process_engine.ANSWER = more["hang"]
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}

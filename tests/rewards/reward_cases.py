@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import gc
-import mmap
 import os
 import re
 import resource
@@ -145,25 +144,6 @@ class LoadsWhile:
         return misbehave(completions)
 
 
-def daemonise(completions: list[str], **kwargs: Any) -> list[float]:
-    """Starts `sleep` as daemons do: in a session of its own, its parent gone."""
-    path, end = completions[0].split()
-    if child := os.fork():
-        os.waitpid(child, 0)
-        while not os.path.exists(path):
-            time.sleep(0.01)
-        if end == "crash":
-            os._exit(1)
-        while end == "hang":
-            pass
-        return [1.0]
-    os.setsid()
-    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(path + ".tmp").write_text(str(daemon.pid))
-    os.rename(path + ".tmp", path)
-    os._exit(0)
-
-
 def eat(completions: list[str], **kwargs: Any) -> list[float]:
     """Takes 4 GiB in one of several ways."""
     match completions[0]:
@@ -185,57 +165,6 @@ def eat(completions: list[str], **kwargs: Any) -> list[float]:
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
             bytearray(4 << 30)
     return [float(len(completions[0]))]
-
-
-def share(completions: list[str], **kwargs: Any) -> list[float]:
-    """Takes 2 GiB of memory that the kernel does not count as the process's own."""
-    piece = bytes(1 << 20)
-    match completions[0]:
-        case "mapped" | "mapped under a name that is no text":
-            if completions[0] != "mapped":
-                ctypes.CDLL(None).prctl(15, b"\xff\xfe", 0, 0, 0)  # PR_SET_NAME
-            with mmap.mmap(-1, 2 << 30) as memory:
-                for at in range(0, 2 << 30, len(piece)):
-                    memory[at : at + len(piece)] = piece
-        case "written to a memfd":
-            file = os.memfd_create("x")
-            for _ in range(2 << 10):
-                os.write(file, piece)
-            os.close(file)
-        case "a mapped memfd":
-            file = os.memfd_create("x")
-            os.ftruncate(file, 2 << 30)
-            with mmap.mmap(file, 2 << 30) as memory:
-                os.close(file)
-                for at in range(0, 2 << 30, len(piece)):
-                    memory[at : at + len(piece)] = piece
-        case "eight processes":
-            for _ in range(8):
-                if not os.fork():
-                    private = [bytes([number]) * (1 << 20) for number in range(100)]
-                    time.sleep(100)
-                    os._exit(len(private))
-            os.wait()
-        case "forked and untouched":
-            for _ in range(8):
-                if not os.fork():
-                    time.sleep(1)
-                    os._exit(0)
-            time.sleep(0.5)
-    return [float(len(completions[0]))]
-
-
-class Holds:
-    """Holds private memory from the start, which forked children share."""
-
-    def __init__(self, mebibytes: int) -> None:
-        self.mebibytes = mebibytes
-
-    def warm_up(self) -> None:
-        self.private = [bytes([n % 256]) * (1 << 20) for n in range(self.mebibytes)]
-
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        return share(completions)
 
 
 def wait_for(completions: list[str], **kwargs: Any) -> list[float]:

@@ -1,7 +1,6 @@
 """Reward functions that fork, leave processes behind, eat memory or are stopped from outside."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,9 +12,10 @@ import pytest
 import reward_cases as cases
 from harness import alive, collect, score, submit, wait_until
 
-from lit_rlsched.rewards import RewardScheduler, pool
-from lit_rlsched.rewards import worker_process as process
-from lit_rlsched.rewards.jobs import BadMessage, parse_message
+from lit_rlsched.rewards import RewardScheduler
+from lit_rlsched.rewards.jobs import RewardWorker
+from lit_rlsched.workers import pool, process
+from lit_rlsched.workers.messages import BadMessage, parse_message
 
 GOOD = ["a" * n for n in range(1, 11)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits and /proc")
@@ -71,18 +71,6 @@ def test_a_forked_child_does_not_hide_that_its_parent_crashed(tmp_path: Path) ->
 
 
 @on_linux
-@pytest.mark.parametrize("end", ["return", "hang", "crash"])
-def test_no_daemon_outlives_its_worker(tmp_path: Path, end: str) -> None:
-    told = tmp_path / "pid"
-    with RewardScheduler([cases.daemonise], timeout=2.0) as scheduler:
-        submit(scheduler, 0, f"{told} {end}")
-        (job,) = collect(scheduler).values()
-        assert job.scores == [1.0 if end == "return" else None]
-        assert alive(int(told.read_text())) == (end == "return")
-    wait_until(lambda: not alive(int(told.read_text())))
-
-
-@on_linux
 @pytest.mark.parametrize(
     "way", ["at once", "bit by bit", "leak", "in another process", "after raising the limit"]
 )
@@ -99,40 +87,10 @@ def test_eating_memory_costs_one_completion(way: str) -> None:
 
 
 @on_linux
-@pytest.mark.parametrize(
-    "way",
-    [
-        "mapped",
-        "mapped under a name that is no text",
-        "written to a memfd",
-        "a mapped memfd",
-        "eight processes",
-    ],
-)
-def test_sharing_memory_costs_one_completion(way: str) -> None:
-    jobs, counters = score(
-        [cases.share], [*GOOD[:5], way, *GOOD[5:]], memory_limit="256MiB", timeout=60.0
-    )
-    (failure,) = jobs.pop(way).failures
-    assert re.fullmatch(
-        r"out_of_memory: \d+ MiB, shared memory and .* the limit is 256 MiB", failure
-    )
-    assert {text: job.scores for text, job in jobs.items()} == {g: [float(len(g))] for g in GOOD}
-    assert counters.pop("rewards/share/out_of_memory") == 1 and not any(counters.values())
-
-
-@on_linux
-def test_what_forked_children_share_counts_once() -> None:
-    way = "forked and untouched"  # by eight children of 100 MiB each
-    jobs, counters = score([cases.Holds(100)], ["a", way], memory_limit="256MiB", timeout=60.0)
-    assert jobs[way].scores == [float(len(way))] and not any(counters.values())
-
-
-@on_linux
 def test_a_capability_that_is_dropped_is_gone_for_children_too() -> None:
     code = """
 import os, re, subprocess
-from lit_rlsched.rewards.reward_worker import drop_capability
+from lit_rlsched.workers.child import drop_capability
 NUMBER = 23  # CAP_SYS_NICE, which root mostly has, in a container too
 def holds(name, text):
     return int(re.search(name + r":\\s+(\\S+)", text)[1], 16) >> NUMBER & 1
@@ -341,14 +299,14 @@ def test_workers_killed_over_and_over_end_the_run_and_say_how_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "MAX_DEATHS", 3)
-    assign = process.WorkerProcess.assign
+    assign = RewardWorker.assign
 
-    def assign_to_the_dead(worker: process.WorkerProcess, batch: list) -> None:
+    def assign_to_the_dead(worker: RewardWorker, *work: Any) -> None:
         os.kill(worker.process.pid, signal.SIGKILL)
         wait_until(lambda: not alive(worker.process.pid))
-        assign(worker, batch)
+        assign(worker, *work)
 
-    monkeypatch.setattr(process.WorkerProcess, "assign", assign_to_the_dead)
+    monkeypatch.setattr(RewardWorker, "assign", assign_to_the_dead)
     with RewardScheduler([cases.length]) as scheduler:
         submit(scheduler, 0, "a")
         with pytest.raises(RuntimeError, match=r"3 reward workers in a row .* SIGKILL \(3 times\)"):

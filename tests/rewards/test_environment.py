@@ -4,23 +4,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 from harness import collect, score, submit
 
-import lit_rlsched
 from lit_rlsched import RolloutDataModule
-from lit_rlsched.engines import ProcessEngine, SimulatedEngine
-from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.processes import hide_environment, worker_environment
-from lit_rlsched.rewards import JudgeReward, RewardScheduler, reward_worker
+from lit_rlsched.processes import worker_environment
+from lit_rlsched.rewards import JudgeReward, RewardScheduler
 from lit_rlsched.settings import UsageError
+from lit_rlsched.workers import scores, sessions
 
 SECRETS = {"WANDB_API_KEY": "canary-1", "HF_TOKEN": "canary-2", "DATABASE": "canary-3"}
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def seen() -> Callable:
@@ -33,93 +28,6 @@ def seen() -> Callable:
         return [1.0]
 
     return sees
-
-
-SPY = """
-import os, sys
-from pathlib import Path
-from lit_rlsched.rewards import RewardScheduler
-
-def spy(completions, trainer, **kwargs):
-    import os
-    from pathlib import Path
-    places = [f"/proc/{trainer[0]}/environ", "/proc/self/environ"]
-    found = [place for place in places if b"canary" in Path(place).read_bytes()]
-    assert not found and "canary" not in str(os.environ), found
-    return [1.0]
-
-assert b"canary" in Path("/proc/self/environ").read_bytes()
-with RewardScheduler([spy]) as scheduler:
-    columns = {"trainer": os.getpid()}
-    scheduler.submit(0, prompt="", completion="", completion_ids=[], columns=columns)
-    scheduler.wait()
-    print(os.getuid(), scheduler.poll()[0], os.environ["WANDB_API_KEY"])
-"""
-
-
-def an_interpreter_for(user: int) -> str:
-    """One that this user may start: the tests' own may lie in a closed home."""
-    for python in (sys.executable, "/usr/bin/python3"):
-        command = [python, "-c", "import sys; assert sys.version_info >= (3, 11)"]
-        try:
-            if not subprocess.run(command, user=user, capture_output=True).returncode:
-                return python
-        except OSError:
-            continue
-    pytest.skip("no Python 3.11 that an unprivileged user may start")
-
-
-@on_linux
-@pytest.mark.parametrize("user", ["ours", "nobody"])
-def test_a_worker_finds_no_secret_in_its_environment_nor_in_the_trainer_s(
-    tmp_path: Path, user: str
-) -> None:
-    if user == "nobody" and os.getuid() != 0:
-        pytest.skip("only root can start a process of another user")
-    uid = os.getuid() if user == "ours" else 65534
-    packages = [Path(module.__file__ or "").parents[1] for module in (lit_rlsched, cloudpickle)]
-    done = subprocess.run(
-        [an_interpreter_for(uid) if user == "nobody" else sys.executable, "-c", SPY],
-        env={**worker_environment(), **SECRETS, "PYTHONPATH": ":".join(map(str, packages))},
-        user=uid if user == "nobody" else None,
-        cwd="/",
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith(f"{uid} ScoredJob(job_id=0, scores=[1.0]"), done
-    assert done.stdout.endswith("canary-1\n")  # the trainer itself still has it
-
-
-@on_linux
-@pytest.mark.spawned
-def test_an_engine_s_process_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    engine = ProcessEngine(SimulatedEngine())
-    engine.start(EngineSpec("", 2, 64, (1,)))
-    try:
-        shown = Path(f"/proc/{engine.pid}/environ").read_bytes()
-    finally:
-        engine.close()
-    assert b"WANDB_API_KEY=" in shown and b"canary" not in shown
-
-
-@on_linux
-def test_hidden_variables_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = """
-import ctypes, os, subprocess
-from pathlib import Path
-from lit_rlsched.processes import hide_environment
-libc = ctypes.CDLL(None)
-libc.getenv.restype = ctypes.c_char_p
-for turn in range(2):
-    hide_environment()
-    assert b"canary" not in Path("/proc/self/environ").read_bytes()
-    assert libc.getenv(b"HF_TOKEN") == b"canary-2" == os.environb[b"HF_TOKEN"]
-    assert subprocess.check_output(["sh", "-c", "printf $DATABASE"]) == b"canary-3"
-"""
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, **SECRETS}, check=True)
-    hide_environment()  # and in this process
 
 
 def test_what_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,13 +113,14 @@ def test_a_function_that_misses_a_variable_is_told_how_to_get_it(
     assert "reward_env_vars" not in str(jobs["NOWHERE_SET"].failures[0])
 
 
-def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(tmp_path):
+@pytest.mark.parametrize("script", [scores, sessions])
+def test_a_worker_runs_the_copy_of_the_package_that_its_parent_runs(script, tmp_path):
     (tmp_path / "lit_rlsched").mkdir()
     (tmp_path / "lit_rlsched" / "__init__.py").touch()  # another copy, first on the path
-    script = [sys.executable, "-P", reward_worker.__file__]
+    command = [sys.executable, "-P", script.__file__]
     environment = {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert "connect() missing 3 required" in run.stderr, run.stderr
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "Child.__init__() missing 3 required" in run.stderr, run.stderr
 
 
 def test_a_variable_of_one_function_does_not_come_to_where_tools_run(

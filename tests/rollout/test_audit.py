@@ -1,5 +1,4 @@
 import io
-from array import array
 from fractions import Fraction
 
 import numpy as np
@@ -13,7 +12,6 @@ from lit_rlsched.rollout.audit import (
     DraftAudit,
     Harvest,
     PoolAudit,
-    give_scores_back,
     length_bias,
     mean_length,
     put_off_old,
@@ -21,12 +19,12 @@ from lit_rlsched.rollout.audit import (
     settle,
     wait_bias,
 )
-from lit_rlsched.scheduling.in_flight_updates import WindowedRound
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound, RoundState
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling
 
 attempts = st.builds(Attempt, st.integers(1, 12), st.booleans())
 
@@ -255,25 +253,6 @@ def test_a_pool_by_hand():
     )
 
 
-def test_a_cycle_with_drafts_by_hand():
-    """A completion is put off after 4 tokens, of which 3 are kept; another ends with 6."""
-    audit = PoolAudit()
-    put_off = Harvest(trained_on(2), [], [], [], drafted=[Attempt(4, False)])
-    audit.add(put_off, trace(2, (2.0, 2), (2.0, 1)))
-    went_on = Harvest(trained_on(6, attempts=1), [], [], [], drafts=DraftAudit(4, 3))
-    audit.add(went_on, trace(1, (2.0, 1), (1.0, 1)))
-    metrics = audit.metrics()
-    assert metrics["pool/recovered_token_share"] == pytest.approx(3 / 4)
-    assert metrics["pool/useful_token_share"] == pytest.approx(1 - 1 / audit.tokens)
-    # what goes on is no first draw: it was cut after 4, and counts on both sides up to there
-    drawn = mean_length([Attempt(2, True), Attempt(4, False)])
-    assert metrics["pool/trained_over_drawn_length"] == pytest.approx(((2 + 4) / 2) / drawn)
-    file = io.BytesIO()
-    torch.save(audit.state_dict(), file)
-    file.seek(0)
-    assert PoolAudit.from_state(torch.load(file, weights_only=True)) == audit
-
-
 def test_drafts_of_an_earlier_pool_by_hand():
     """Of 6 tokens of drafts, 4 are verified, of which 1 is accepted; 2 more are decoded."""
     audit = PoolAudit(carried_tokens=6)
@@ -290,26 +269,31 @@ def test_a_token_that_the_verification_drew_may_be_discarded():
     assert audit.metrics()["pool/useful_token_share"] == 0 == 9 - lost.discarded_tokens
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_what_is_put_off_is_thrown_away_or_drafted(keeps):
+def test_what_lost_is_thrown_away():
     lost = group("a", completion(0, (4, 3), reason="stop"), completion(1, (4, 2)), Completion(2))
     won = group("b", *(completion(i, (4, 1), reason="stop") for i in range(3)))
     for c in won.completions:
         c.scores = [1.0]
-    rule = TailRound(1, 3, 2.0, reuse_drafts=keeps)
     state = RoundState([lost, won], 6, decoded=[won], patient=True)
-    harvest = settle([lost, won], rule, state, [])
-    attempts = [Attempt(3, True), Attempt(2, False)]
-    assert (harvest.drafted, harvest.unfinished) == ((attempts, []) if keeps else ([], attempts))
+    harvest = settle([lost, won], TailRound(1, 3, 2.0), state, [])
+    assert harvest.unfinished == [Attempt(3, True), Attempt(2, False)]
     assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]
     _, second, third = harvest.left[0].completions
-    draft = Draft(array("i", [7, 7]), array("d", [-0.5, -0.5]), [(4, 2)]) if keeps else None
-    assert second == Completion(1, attempts=1, draft=draft) and third == Completion(2)
-    assert harvest.discarded_tokens == (0 if keeps else 5)
+    assert second == Completion(1, attempts=1) and third == Completion(2)
+    assert harvest.discarded_tokens == 5
+
+
+def test_what_waits_in_a_window_keeps_its_tokens():
+    goes_on = group("a", completion(0, (4, 3), reason="stop"), completion(1, (4, 2)), Completion(2))
+    done = group("b", completion(0, (4, 1), reason="stop"))
+    state = RoundState([done, goes_on], 4, decoded=[done], waiting={goes_on.id})
+    harvest = settle([done, goes_on], WindowRound(1, 2, 0), state, [])
+    assert (harvest.trained, harvest.unfinished, harvest.discarded_tokens) == ([done], [], 0)
+    assert [[c.segments for c in g.completions] for g in harvest.left] == [[[(4, 3)], [(4, 2)], []]]
 
 
 def test_what_is_old_becomes_a_draft_finished_or_not():
-    rule = WindowedRound(1, 2, 2, steps_per_round=3, too_old="verify")
+    rule = WindowRound(1, 2, 9, max_staleness=6, verifies_from=4)
     done = completion(0, (3, 1), (5, 2), reason="stop")
     done.scores, done.text, done.extra = [1.0], "text", {"answer": 1}
     young = completion(2, (4, 1), (5, 2), reason="stop")
@@ -325,15 +309,6 @@ def test_what_is_old_becomes_a_draft_finished_or_not():
     assert not done.scored and not done.attempts, "drawn on, it is the same draw"
     assert not restart_stale([old], 7, rule) and young.segments == [(4, 1), (5, 2)]
     assert put_off_old([group("b", completion(0, (3, 1)))], 7, FullRound(1)) == []
-    for (c, was), kept in ((before[0], 3), (before[1], 2)):
-        c.draft, c.token_ids = None, was.token_ids[:kept]
-    give_scores_back(before)
-    assert (done.scores, done.text, done.extra) == ([1.0], "text", {"answer": 1})
-    assert not old.completions[1].scored
-    done.restart()
-    done.token_ids = array("i", [7, 7])
-    give_scores_back(before)
-    assert not done.scored, "it is another completion"
 
 
 def test_an_audit_survives_a_checkpoint():

@@ -15,15 +15,6 @@ logs = st.sampled_from([{}, {"spread": [0.5]}, {"": [], "b": [-1.0, 2.5]}])
 
 
 @st.composite
-def drafts(draw):
-    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), floats), min_size=1, max_size=4))
-    token_ids, logprobs = zip(*tokens, strict=True)
-    n, version = draw(st.integers(0, len(tokens))), draw(st.integers(0, 2**40))
-    spans = [(v, k) for v, k in ((version, n), (version + 1, len(tokens) - n)) if k]
-    return Draft(array("i", token_ids), array("d", logprobs), spans)
-
-
-@st.composite
 def completions(draw, index, scored):
     n = draw(st.integers(0, 6))
     split = draw(st.integers(0, n))
@@ -36,7 +27,6 @@ def completions(draw, index, scored):
         scores=draw(st.none() | st.lists(st.none() | floats, min_size=2, max_size=2)),
         advantage=draw(floats),
         attempts=draw(st.integers(0, 9)),
-        draft=draw(st.none() | drafts()),
         extra=draw(extras),
         logged=draw(logs),
         messages=draw(st.sampled_from([[], [{"role": "tool", "content": "\ud83d", "n": None}]])),
@@ -85,9 +75,6 @@ def test_packed_columns_are_those_of_a_plain_loop(groups):
     assert packed["token_ids"].dtype == torch.int32 and packed["logprobs"].dtype == torch.float64
     assert packed["token_ids"].tolist() == [t for c in done for t in c.token_ids]
     assert packed["logprobs"].tolist() == [x for c in done for x in c.logprobs]
-    drafts = [c.draft for c in done if c.draft]
-    assert packed["draft_ids"].tolist() == [t for d in drafts for t in d.token_ids]
-    assert packed["draft_logprobs"].tolist() == [x for d in drafts for x in d.logprobs]
     old = [c.old_logprobs for c in done]
     if any(row is not None for row in old):
         assert packed["old"].tolist() == [x for row in old for x in row]
@@ -217,8 +204,7 @@ def test_a_restart_forgets_all_but_the_attempts():
 def test_a_pool_begun_anew_tells_what_it_throws_away():
     pool, _ = partial_pool()
     tokens = sum(len(c.token_ids) for c in pool.completions)
-    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
-    assert pool.restart() == tokens + 2 > 2
+    assert pool.restart() == tokens > 0
     assert pool.restart() == 0
     assert all(c == Completion(c.index) for c in pool.completions)
 
@@ -227,11 +213,11 @@ def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     done = Completion(1, [8, 1], [-1.5, -0.125], [(5, 2)], "stop", scores=[1.0], text="text")
     done.put_off()
     assert done == Completion(
-        1, attempts=1, draft=Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
+        1, draft=Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
     )
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
-    assert copied == Completion(1, attempts=1) and done.draft is not None
+    assert copied == Completion(1) and done.draft is not None
 
 
 def test_the_first_tokens_of_a_draft_keep_their_versions():
@@ -241,13 +227,3 @@ def test_the_first_tokens_of_a_draft_keep_their_versions():
     assert draft.versions == (3, 5) and draft.first(3) == draft == draft.first(9)
     assert draft.first(2) == Draft(draft.token_ids[:2], draft.logprobs[:2], [(3, 1), (5, 1)])
     assert draft.first(1).segments == [(3, 1)] and draft.first(0).segments == []
-
-
-def test_a_checkpoint_of_drafts_of_one_version_each_can_be_read():
-    pool, prompts = partial_pool()
-    pool.completions[0].draft = Draft(array("i", [8, 1]), array("d", [-1.5, -0.125]), [(5, 2)])
-    packed = pack(pool)
-    spans = packed.pop("draft_spans")
-    packed["draft_versions"] = [s and s[0][0] for s in spans]
-    assert packed["draft_versions"].count(5) == 1
-    assert unpack(packed, prompts.__getitem__) == [*pool]

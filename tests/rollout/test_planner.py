@@ -100,22 +100,3 @@ def test_the_state_is_the_position_and_the_pool():
     assert list(resumed.pool) == list(planner.pool)
     assert resumed.source.state_dict() == planner.source.state_dict()
     assert RoundPlanner(RolloutBuffer(), Sampling(8), 2).state_dict()["source"] is None
-
-
-def test_the_round_after_a_planned_one():
-    """As if it were planned after that one has left the pool, and the same if asked again."""
-    planner, rule = planner_of(FullRound(4)), FullRound(4)
-    plan = planner.plan(rule)
-    following = planner.plan_following(rule, plan)
-    assert uids(plan) == ["x0", "y0", "x1", "y1"]
-    assert uids(following) == ["x2", "y2", "x0", "y0"]  # six prompts: the second pass begins
-    assert planner.plan(rule) == plan
-    other = planner.replacement(plan[0], plan, rule)
-    assert other.prompt.uid not in uids(plan) and other.id not in {g.id for g in following}
-    state = planner.state_dict()
-    restored = planner_of(FullRound(4))
-    restored.load_state_dict(state, {prompt.uid: prompt for prompt in PROMPTS}.__getitem__)
-    assert restored.plan(rule) == plan and restored.plan_following(rule, plan) == following
-    planner.pool.settle([*plan, other], [])
-    planner.follow()
-    assert planner.plan(rule) == following

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, remote
@@ -19,21 +19,23 @@ from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec
-from lit_rlsched.rollout.controller import RolloutController, Verify
-from lit_rlsched.rollout.next_drafts import DraftingWorker, Following
+from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Unscored
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
-from lit_rlsched.types import Completion, Draft, Group, Prompt, Request, Sampling
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 24
 RULES = {
     "full": lambda prompts, size: FullRound(prompts),
+    "window": lambda prompts, size: WindowRound(half(prompts), prompts, 0),
+    "window overtaking": lambda prompts, size: WindowRound(half(prompts), prompts, prompts),
     "on policy": lambda prompts, size: SortedRound(half(prompts), prompts, size),
     "partial": lambda prompts, size: SortedRound(half(prompts), prompts, size, mode="partial"),
     "tail": lambda prompts, size: TailRound(half(prompts), size, 1.5),
@@ -180,77 +182,6 @@ class Round:
         assert trace.peak_running <= trace.slots <= slots
         assert trace.dynamic or trace.slots == slots
 
-    def draw_over_switches(self, engines, slots, every, keep, fixed=True):
-        """Draw it with other weights every few turns; return tokens and their versions."""
-        pool = engines[0] if len(engines) == 1 else EnginePool(engines)
-        pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
-        drawn = {name: ([], []) for name in self.lengths}
-        try:
-            worker, version = pool.make_worker(Admission(slots)), 0
-            trace = worker.start_trace()
-            worker.start_round(ahead=True, version=version)
-            worker.submit(Request(name, (5,), i, Sampling(LIMIT)) for i, name in enumerate(drawn))
-            while worker.busy:
-                if fixed:
-                    worker.allow(every)
-                until = trace.decode_steps + every
-                while worker.busy and trace.decode_steps < until:
-                    for event in worker.step():
-                        tokens, versions = drawn[event.request_id]
-                        tokens.extend(event.token_ids)
-                        versions.extend([event.version] * len(event.token_ids))
-                worker.suspend(keep)
-                version += 1
-                (pool.update_weights if keep else pool.sync_weights)([], version)
-                worker.resume(version)
-        finally:
-            pool.close()
-        left = dict.fromkeys(drawn, 0)
-        for name, tokens in zip(trace.spans["request"], trace.spans["tokens"], strict=True):
-            left[name] += tokens
-        assert left == {name: len(tokens) for name, (tokens, _) in drawn.items()}
-        return drawn
-
-    def draw_in_parts(self, engines, slots):
-        """Verify drafts of it part by part, while drafts of the next round and the rests decode."""
-        pool = engines[0] if len(engines) == 1 else EnginePool(engines)
-        pool.start(EngineSpec("", slots * len(engines), 64, (1,)))
-        groups, later = self.groups(), self.groups()
-        kept = random.Random(self.prompts)
-        for group in groups:
-            for c in group.completions:
-                length = min(self.lengths[f"{group.id}/{c.index}"], LIMIT)
-                c.draft = Draft([7] * length, [0.0] * length, [(0, length)])
-
-        def verify(part):
-            for c in (c for group in part for c in group.completions):
-                length = len(c.draft.token_ids)
-                most = kept.randint(1, length)
-                c.draft, c.segments = None, [(1, most)]
-                c.token_ids.extend([7] * most)
-                c.logprobs.extend([0.0] * most)
-                c.finish_reason = "stop" if most == length else None
-
-        following = Following([replace(g, id=f"later {g.id}") for g in later], "later")
-        try:
-            worker = pool.make_worker(Admission(slots))
-            controller = RolloutController(worker, Unscored(), seed=3)
-            controller.worker = drafting = DraftingWorker(worker, following.requests(3, 1))
-            trace = drafting.start_trace()
-            done = controller.run(groups, FullRound(self.prompts), 1, verify=Verify(verify, verify))
-            order = [group.id for group in done]
-            drafting.end_round()
-            drafting.go_on(lambda: None, Unscored())
-            assert not worker.busy
-        finally:
-            pool.close()
-        columns = ("request", "slot", "start_step", "end_step", "tokens")
-        spans = [
-            sorted(zip(*(of.spans[name] for name in columns), strict=True))
-            for of in (trace, worker.trace)
-        ]
-        return order, spans, trace.decode_steps, groups, following.groups
-
     def simulated(self, engines, max_jump=None):
         return [self.engine(max_jump) for _ in range(engines)]
 
@@ -314,39 +245,6 @@ def test_timing_changes_nothing(name, round, slots, engines, admission, data):
         assert same == drawn
         assert same_figures == figures
         assert other.metrics()["rollout/moved_requests"] == moved(worker)
-
-
-@given(
-    rounds,
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 9),
-    st.booleans(),
-    st.integers(0, 999),
-    st.integers(0, 2),
-)
-@example(Round(129, 7, 4), 1, 3, 7, False, 0, 0)  # an idle engine had steps left of a window
-def test_new_weights_between_two_turns(round, slots, engines, every, keep, seed, deaths):
-    """At a turn that was fixed before they are there for its first token, on every engine."""
-    drawn = round.draw_over_switches(round.simulated(engines, 1), slots, every, keep)
-    played = round.played(engines, seed, deaths, 1)
-    for how in ("fixed", "free"):
-        with warnings.catch_warnings(action="ignore"):
-            same = round.draw_over_switches(played, slots, every, keep, how == "fixed")
-        if how == "fixed" and not deaths:
-            assert same == drawn
-        assert {name: ids for name, (ids, _) in same.items()} == {
-            name: ids for name, (ids, _) in drawn.items()
-        }
-        assert all(versions == sorted(versions) for _, versions in same.values())
-
-
-@given(rounds, st.integers(1, 4), st.integers(1, 3), st.integers(0, 999))
-def test_what_decodes_beside_a_verification_does_not_depend_on_timing(round, slots, engines, seed):
-    drawn = round.draw_in_parts(round.simulated(engines, 1), slots)
-    assert all(c.finished for group in drawn[-2] for c in group.completions)
-    assert all(len(c.token_ids) == LIMIT for group in drawn[-1] for c in group.completions)
-    assert round.draw_in_parts(round.played(engines, seed, 0, 1), slots) == drawn
 
 
 def test_what_was_aborted_runs_no_more():

@@ -10,14 +10,15 @@ from lit_rlsched.rollout.audit import DraftAudit, Harvest
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
-from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
 def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (
-        Group(f"{n}@0", Prompt(n, n, (1,)), Sampling(8), [Completion(0)]) for n in ("a", "b")
+        Group(f"{n}@0", Prompt(n, n, (1,)), Sampling(8), [Completion(0, [5], [-1.0], [(2, 1)])])
+        for n in ("a", "b")
     )
     now = 0.0
 
@@ -26,7 +27,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
         now += 10.0
         return DraftAudit(tokens=3)
 
-    def rollout(groups, version, rule, salt, predict, feedback, following, verify):
+    def rollout(groups, version, rule, salt, predict, feedback):
         yield feedback.more(groups[0])
 
     clock = SimpleNamespace(perf_counter=lambda: now)
@@ -37,12 +38,12 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     session.failures, session.scorer, session.control_tokens = Counter, Unscored(), None
     session.timeline = Timeline()
     planner = SimpleNamespace(
-        plan=lambda rule: [first], replacement=lambda group, groups, rule: second
+        plan=lambda rule, rounds: [first], replacement=lambda group, groups, rule: second
     )
     hooks = RoundHooks()
     hooks.verify, hooks.is_replaced = verify, lambda group: True
     hooks.max_num_gen_batches = 2
-    drawn = RoundRunner(planner).run(session, FullRound(1), 0, 0, hooks)
+    drawn = RoundRunner(planner).run(session, WindowRound(1, 1, 0), 0, 3, hooks)
     assert drawn.planned == [first, second]
     assert drawn.harvest.drafts.tokens == 6
     assert drawn.metrics["time/drafts"] == 20.0

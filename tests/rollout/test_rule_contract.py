@@ -15,9 +15,10 @@ from ruled_rounds import ADMISSIONS, SEED, Case, Run, Stopped, blank, changed, p
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.controller import completion_seed
 from lit_rlsched.scheduling.racing import PATIENCE
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.types import Completion
 
 few = settings(max_examples=settings.default.max_examples // 2)  # of each rule
@@ -46,27 +47,34 @@ def sorted_rounds(draw, size, mode):
 
 
 @st.composite
-def tail_rounds(draw, size, drafts=False, defers=False):
-    how = {"reuse_drafts": drafts, "patience": PATIENCE}
-    of = TailRound
-    if defers:
-        of, how["max_deferrals"] = DeferringTailRound, draw(st.sampled_from([1, 2, 5]))
+def tail_rounds(draw, size):
+    how = {"patience": PATIENCE}
     update = draw(updates)
     if update > 1 and draw(st.booleans()):
         n = draw(st.integers(1, update - 1))
         how["shares"] = {"a": n / update, "b": 1 - n / update}
-    return partial(of, update, size, draw(st.floats(1, 3)), draw(ratios), **how)
+    return partial(TailRound, update, size, draw(st.floats(1, 3)), draw(ratios), **how)
+
+
+@st.composite
+def windows(draw, size, reorders, age=0):
+    update = draw(updates)
+    prompts = draw(st.integers(update + reorders, 3 * update + reorders))
+    overtakes = draw(st.sampled_from([1, 2, 7, 10**9])) if reorders else 0
+    how = {"max_staleness": age, "verifies_from": age or 1} if age != 0 else {}
+    return partial(WindowRound, update, prompts, overtakes, **how)
 
 
 RULES = {
     "whole": whole_rounds,
     "sorted": partial(sorted_rounds, mode="on_policy"),
-    "sorted verified": partial(sorted_rounds, mode="verified"),
     "sorted partial": partial(sorted_rounds, mode="partial"),
     "tail": tail_rounds,
-    "tail drafts": partial(tail_rounds, drafts=True),
-    "tail deferring": partial(tail_rounds, defers=True),
+    "window": partial(windows, reorders=False),
+    "window overtaking": partial(windows, reorders=True),
+    "window of an age": partial(windows, reorders=True, age=2),
 }
+NOT_REPLACED = ("sorted", "window ")
 every_rule = pytest.mark.parametrize("name", RULES)
 
 
@@ -87,12 +95,11 @@ def cases(draw, name, **fixed):
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
         "whole": draw(st.sampled_from([0, 8])),
-        "useless": 0 if "sorted" in name else draw(st.sampled_from([0, 0, 2, 3])),
+        "useless": 0 if name.startswith(NOT_REPLACED) else draw(st.sampled_from([0, 0, 2, 3])),
         "bad": draw(st.sampled_from([0, 0, 3])),
         # completions are selected from whole groups
-        "stops": "completion" not in make.args and draw(st.booleans()),
-        # drafts would wait for memory
-        "drains": admission != "budget" and draw(st.booleans()),
+        "stops": not ({"completion"} & {*make.args} or name.startswith("window "))
+        and draw(st.booleans()),
     }
     return Case(make, size, **{**drawn, **fixed})
 
@@ -133,14 +140,14 @@ def test_an_update_is_whole(name, data):
     run, update = Run(case), case.rule.update_prompts
     launched = range(case.rule.launched(case.size))
     alone = getattr(case.rule, "unit", "group") == "completion"
-    drafts = case.drains or case.rule.keeps_drafts  # what verifies them drops those
+    drafts = case.rule.verifies_from is not None  # what verifies them drops those
     for r in run.each():
         done = r.useful if "tail" in name else r.trained
         done = len(r.completions) / case.size if alone else len(done)
-        rest = r.left if case.drains or case.bad else [*run.pool]
+        rest = r.left if case.bad else [*run.pool]
         assert done >= update or not rest or case.useless or (case.bad and case.domains)
-        assert alone or len(r.planned) <= max(3 * update, case.rule.most_prompts())
-        if name == "whole" and not case.bad and not case.drains:
+        assert alone or len(r.planned) <= 3 * update + case.rule.most_prompts()
+        if name == "whole" and not case.bad:
             most = min(3 * update, len(run.prompts))  # then nothing is replaced any more
             assert len(r.useful) == update or (case.useless and len(r.planned) == most)
         order = {group: i for i, group in enumerate(r.planned)}
@@ -164,7 +171,9 @@ def test_an_update_is_whole(name, data):
         # the hook has seen every group that is trained on to its end, and no group twice
         assert len(r.ended) == len(set(r.ended)) and set(r.ended) <= set(r.planned)
         assert {g.id for g in r.trained} - {g.id for g in r.left} <= set(r.ended)
-        assert case.drains or r.metrics["rollout/pool_prompts"] == len(run.pool)
+        assert r.metrics["rollout/pool_prompts"] == len(run.pool)
+        if "window" in name:  # and none that goes on
+            assert {*r.ended} == {g.id for g in r.trained}
 
 
 @every_rule
@@ -191,7 +200,7 @@ def test_every_token_is_trained_on_or_counted(name, data):
 @given(st.data())
 def test_every_token_is_of_the_version_that_it_says(name, data):
     """And none is older than the rule allows."""
-    case = data.draw(cases(name, bad=0, drains=False))
+    case = data.draw(cases(name, bad=0))
     run, most = Run(case), case.rule.max_staleness
     for r in run.each():
         for g in [*r.trained, *r.left]:
@@ -210,42 +219,50 @@ def test_every_token_is_of_the_version_that_it_says(name, data):
                         np.log1p(-noise).tolist()
                     )
                     start += tokens
-        if most == 0:
-            left = [c for g in r.left for c in g.completions]
-            assert all(c.draft is not None or c == blank(c) for c in left)
-            assert run.rule.keeps_drafts or not any(c.draft for c in left)
+        left = [c for g in r.left for c in g.completions]
+        if run.rule.verifies_from == 1:
+            assert all(c.segments in ([], [(r.version, len(c.token_ids))]) for c in left)
+        elif most == 0:
+            assert all(c == blank(c) for c in left)
 
 
-@every_rule
+@pytest.mark.parametrize("name", [name for name in RULES if "window" in name])
 @few
 @given(st.data())
-def test_every_draft_is_verified_once(name, data):
-    case = data.draw(cases(name, drains=True, admission="fifo"))
-    run = Run(case)
+def test_what_is_old_is_verified_once_a_round(name, data):
+    run, verified = Run(data.draw(cases(name))), 0
     for _ in range(8):
+        before, age = [*run.pool], run.rule.verifies_from
+        old = {
+            (g.id, c.index, tuple(v for v, _ in c.segments))
+            for g in before[: run.rule.prompts]
+            for c in g.completions
+            if c.staleness(run.version) >= age
+        }
         run.round()
-        assert run.begun <= run.waiting | run.verified.keys()
-    assert set(run.verified.values()) <= {1}
-    if not run.rule.keeps_drafts:
-        assert run.verified.keys() | run.waiting == run.begun
+        assert run.verified.keys() >= old and run.verified.total() == verified + len(old)
+        verified = run.verified.total()
+    assert {*run.verified.values()} <= {1}, "each time under newer weights"
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["window"])
 @few
 @given(st.data())
-def test_drafts_of_the_next_round_change_nothing_of_this_one(name, data):
-    case = data.draw(cases(name, drains=True, admission="fifo", useless=0))
-    r, alone = Run(case).round(), Run(changed(case, drains=False)).round()
-    assert (r.plan, r.planned, r.trained) == (alone.plan, alone.planned, alone.trained)
+def test_what_waits_changes_nothing_of_a_round(name, data):
+    """Nothing that its completions say, nor whether there are any."""
+    case = data.draw(cases(name, admission="fifo", engines=1, useless=0, bad=0))
+    n, run = case.rule.update_prompts, Run(case)
+    r, alone = run.round(), Run(case, WindowRound(n, n, 0)).round()
+    assert [c for g in r.trained for c in g.completions] == alone.completions
     assert r.trace.decode_steps == alone.trace.decode_steps
-    assert r.trace.tokens == alone.trace.tokens + r.metrics["rollout/draft_tokens"]
+    assert not any(c.scored for g in r.left for c in g.completions)
 
 
 @every_rule
 @few
 @given(st.data())
 def test_a_slot_is_free_only_if_nothing_waits(name, data):
-    case = data.draw(cases(name, engines=1, admission="fifo", useless=0, drains=False))
+    case = data.draw(cases(name, engines=1, admission="fifo", useless=0))
     for r in Run(case).each():
         assert max(r.trace.steps["running"], default=0) <= case.slots
         step, last = 0, max(r.trace.spans["start_step"], default=0)
@@ -285,7 +302,7 @@ def test_how_long_scores_take_does_not_matter(name, data, latency, haste):
 @given(st.data(), st.integers(1, 40), st.sampled_from([*ADMISSIONS]))
 def test_slots_and_order_do_not_matter_where_rounds_are_whole(data, slots, admission):
     """Nor for the prompts that replace others."""
-    case = data.draw(cases("whole", bad=0, stops=False, drains=False))
+    case = data.draw(cases("whole", bad=0, stops=False))
     twin = Run(changed(case, slots=slots, admission=admission))
     for r, other in zip(Run(case).each(), twin.each(), strict=True):
         assert r.result == other.result
@@ -294,10 +311,9 @@ def test_slots_and_order_do_not_matter_where_rounds_are_whole(data, slots, admis
 OFF = {
     "sorted": lambda n, size: SortedRound(n, n, size),
     "sorted completions": lambda n, size: SortedRound(n, n, size, "completion", "partial"),
-    "sorted verified": lambda n, size: SortedRound(n, n, size, mode="verified"),
     "tail": lambda n, size: TailRound(n, size, 1.0),
-    "tail drafts": lambda n, size: TailRound(n, size, 1.0, reuse_drafts=True),
-    "tail deferring": lambda n, size: DeferringTailRound(n, size, 1.0, max_deferrals=2),
+    "window": lambda n, size: WindowRound(n, n, 0),
+    "window overtaking": lambda n, size: WindowRound(n, n, 3 * n),
 }
 
 
@@ -334,8 +350,8 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(name, data, stops):
             except Stopped:
                 assert of_trainer or run.idle
                 assert [*run.pool][: len(before)] == before
-                more = [*run.pool][len(before) :]  # replacements, or prompts of later rounds
-                assert case.useless or case.drains or not more
+                more = [*run.pool][len(before) :]  # replacements
+                assert case.useless or not more
             else:  # it was over before
                 twin.round()
             run.stop_after(math.inf)
@@ -374,7 +390,7 @@ def test_another_trainer_draws_other_noise(name, data):
     left = [(g.id, c.index) for g in run.pool for c in g.completions]
     drawn = {(g.id, c.index): c.token_ids for g in run.pool for c in g.completions}
     tokens = run.pool.tokens
-    assert run.runner.leave_run() == tokens and not run.pool.tokens and not run.waiting
+    assert run.runner.leave_run() == tokens and not run.pool.tokens
     assert [(g.id, c.index) for g in run.pool for c in g.completions] == left
     run.version, run.kept = 0, {}
     for r in run.rounds(2):

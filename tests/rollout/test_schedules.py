@@ -13,9 +13,8 @@ from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Scorer
-from lit_rlsched.scheduling.admission import Admission
+from lit_rlsched.scheduling.admission import Admission, SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
-from lit_rlsched.scheduling.micro_group_sampling import SlotSettings
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.types import Completion, Group, Prompt, Sampling

@@ -12,12 +12,13 @@ import pytest
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rewards.jobs import Job, Result, parse_message, scored
+from lit_rlsched.rewards.jobs import Job, scored
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
+from lit_rlsched.workers.messages import Result, parse_message
 
 OURS = (
     "rollout/controller.py",

@@ -16,7 +16,7 @@ from ruled_rounds import Case, Run, changed, plain
 from lit_rlsched.scheduling.racing import PATIENCE, quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -29,23 +29,17 @@ def raced(
     prompt_ratio=1.25,
     completion_ratio=1.0,
     patience=PATIENCE,
-    reuse_drafts=False,
     shares=None,
-    max_deferrals=None,
     **case,
 ):
     """A case of tail batching."""
-    make = TailRound
-    if max_deferrals is not None:
-        make = partial(DeferringTailRound, max_deferrals=max_deferrals)
     ratios = prompt_ratio, completion_ratio
-    make = partial(make, update, size, *ratios, patience, reuse_drafts, shares)
+    make = partial(TailRound, update, size, *ratios, patience, shares)
     return Case(make, size, "".join(shares or ""), **case)
 
 
 @st.composite
-def cases(draw, defers=False, **fixed):
-    """Also, with `defers`, those in which what lost goes on beside fresh prompts."""
+def cases(draw, **fixed):
     update = fixed.get("update") or draw(st.integers(1, 5))
     drawn = {
         "update": update,
@@ -59,8 +53,6 @@ def cases(draw, defers=False, **fixed):
         "salt": draw(st.integers(0, 2**32)),
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
-        "reuse_drafts": draw(st.booleans()),
-        "max_deferrals": draw(st.sampled_from([1, 2, 5])) if defers else None,
     }
     if fixed.get("shares") is True:
         fixed["shares"] = draw(shares(update))
@@ -103,26 +95,6 @@ def test_a_round_is_long_once_enough_have_lost(case):
         assert all(g.deferred == 1 and len(g.completions) == case.size for g in run.pool)
 
 
-@given(cases(reuse_drafts=True, bad=0))
-def test_what_lost_keeps_its_tokens_as_drafts_until_a_long_round(case):
-    versions = {}
-    for r in Run(case).each(12):
-        for g in r.left:
-            for c in g.completions:
-                assert (c.draft is not None) == (c.attempts == 1)
-                if c.draft is not None:  # of the round that put it off
-                    assert c.draft.versions == (versions.setdefault(g.id, r.version),)
-        assert is_long(case, r) or not r.harvest.drafts.tokens
-
-
-@given(cases(reuse_drafts=True, completion_ratio=1.0))
-def test_with_drafts_only_what_is_rejected_is_decoded_for_nothing(case):
-    for r in Run(case).each(12):
-        assert not r.harvest.discarded
-        assert r.harvest.discarded_tokens == r.harvest.drafts.rejected_tokens
-        assert is_long(case, r) or not any(c.attempts for c in r.completions)
-
-
 @pytest.mark.slow
 @given(cases())
 def test_nobody_starves(case):
@@ -148,78 +120,16 @@ def test_with_the_default_every_fifth_round_is_long():
         assert [r.metrics["rollout/pool_prompts"] for r in rounds[4::5]] == [0, 0, 0]
 
 
-# Without a queue for long rounds.
-
-
-def due_of(plan, case):
-    """What a round waits for: all that lost, if one has lost so often."""
-    lost = [g for g in plan if g.deferred]
-    most = max((g.deferred for g in lost), default=0)
-    return {g.id for g in lost} if most >= case.rule.max_deferrals else set()
-
-
-@given(cases(defers=True, prompt_ratio=1.6, update=4))
-def test_what_lost_goes_on_beside_fresh_prompts(case):
-    waiting = []
-    for r in Run(case).each(12):
-        assert r.planned[: len(waiting)] == waiting  # the oldest first
-        assert len(r.planned) == 7 and not any(g.deferred for g in r.plan[len(waiting) :])
-        waiting = [g.id for g in r.left]
-        assert len(waiting) == 3 and set(waiting) < set(r.planned)
-        due = due_of(r.plan, case)
-        assert is_long(case, r) == bool(due) and due <= {g.id for g in r.trained}
-        assert all(1 <= g.deferred <= case.rule.max_deferrals for g in r.left)
-
-
-@given(cases(defers=True, completion_ratio=1.0, patience=PATIENCE, slots=1000))
-def test_a_race_is_over_once_it_has_enough_and_all_that_may_not_lose(case):
-    update = case.rule.update_prompts
-    for r in Run(case).each(12):
-        due = due_of(r.plan, case)
-        if len(due) > update:  # more than two updates race
-            continue
-        # what a draft was all of did not run
-        ends = {g.id: max(r.ended_at(g, 0)) for g in r.plan}
-        assert due <= {g.id for g in r.trained}
-        others = sorted(n for name, n in ends.items() if name not in due)
-        needed = others[update - len(due) - 1] if len(due) < update else 0
-        assert r.trace.decode_steps == max([needed, *(ends[name] for name in due)])
-
-
 def tailed(*args, **settings):
     """A few completions are many times as long as most."""
     case = raced(*args, **{"limit": 2000, "spare": 40, **settings})
     return changed(case, lengths=LogNormalLengths(50, 1.2, 0, "seed"))
 
 
-def test_a_prompt_goes_on_from_what_it_had():
-    """In every round until it wins: nothing waits without progress."""
-    drafted = {}
-    for r in Run(tailed(8, 4, 1.5, max_deferrals=3)).each(20):
-        for g in (g for g in r.plan if g.deferred):
-            assert [c.draft and len(c.draft.token_ids) for c in g.completions] == drafted[g.id]
-        drafted = {
-            g.id: [c.draft and len(c.draft.token_ids) for c in g.completions] for g in r.left
-        }
-        assert all(map(all, drafted.values()))
-        assert r.harvest.drafts.tokens == sum(
-            len(c.draft.token_ids) for g in r.plan for c in g.completions if c.draft
-        )
-
-
-@races
-def test_a_round_whose_drafts_are_enough_decodes_nothing(completion_ratio):
-    """All are as long as they may be, so that they are done together and half of them lose."""
-    case = raced(4, 2, 2.0, completion_ratio, max_deferrals=8, spare=20, whole=10)
-    rounds = Run(changed(case, lengths=lambda request: 30)).rounds(6)
-    assert [r.trace.decode_steps for r in rounds] == [20, 0] * 3
-    assert [[g.deferred for g in r.trained] for r in rounds] == [[0] * 4] + [[1] * 4] * 5
-
-
 # When a round ends.
 
 
-@given(cases(completion_ratio=1.0, patience=PATIENCE, reuse_drafts=False))
+@given(cases(completion_ratio=1.0, patience=PATIENCE))
 def test_a_round_ends_with_the_step_that_has_enough(case):
     for r in Run(case).each(8):
         won = [max(r.ended_at(g)) for g in r.trained]
@@ -289,16 +199,6 @@ def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
     assert steps[0] < 0.75 * steps[1], steps
 
 
-@pytest.mark.slow
-def test_rounds_are_shorter_still_where_losers_go_on():
-    """Even where only half of each draft is kept."""
-    steps = []
-    for most in (None, 8):
-        case = tailed(8, 4, latency=0, reuse_drafts=True, max_deferrals=most)
-        steps.append(fmean(r.trace.decode_steps for r in Run(case).each(100)))
-    assert steps[1] < 0.95 * steps[0], steps
-
-
 # Quotas of domains.
 
 
@@ -307,24 +207,19 @@ def by_domain(groups, names):
     return {d: domains.count(d) for d in names}
 
 
-@given(st.booleans().flatmap(lambda defers: cases(defers=defers, shares=True)))
+@given(cases(shares=True))
 def test_each_domain_has_its_quota_of_every_short_round(case):
     rule, ratio = case.rule, case.make.args[2]
     quota = {d: round(share * rule.update_prompts) for d, share in rule.shares.items()}
     assert rule.quotas == quota
     raced = {d: math.ceil(round(ratio * n, 6)) for d, n in quota.items()}
-    defers = hasattr(rule, "max_deferrals")
     for r in Run(case).each(12):
-        if defers or not is_long(case, r):
-            assert by_domain(r.plan, quota) == raced
         if not is_long(case, r):
+            assert by_domain(r.plan, quota) == raced
             assert by_domain(r.trained, quota) == quota
 
 
-@given(
-    st.booleans().flatmap(lambda defers: cases(defers=defers, spare=12, whole=8, shares=True)),
-    st.integers(2, 4),
-)
+@given(cases(spare=12, shares=True), st.integers(2, 4))
 def test_what_is_certain_stays_so_where_prompts_of_domains_are_replaced(case, useless):
     trained = [g.id for r in Run(changed(case, useless=useless)).each(8) for g in r.trained]
     assert len(trained) == len(set(trained))  # and a round asserts what is certain

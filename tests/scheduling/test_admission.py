@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
-from lit_rlsched.scheduling.micro_group_sampling import slots_for_budget
-from lit_rlsched.scheduling.planning import longest_first, lower_bound, makespan, plan_makespan
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, slots_for_budget
+from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
@@ -69,8 +68,6 @@ def test_sorted_orders(lengths, slots, kind):
     sign = -1 if kind == "longest_first" else 1
     assert order == sorted(range(len(lengths)), key=lambda i: (sign * lengths[i], i))
     assert len(running) == (list_schedule(lengths, order, slots) if lengths else 0)
-    if kind == "longest_first" and lengths:
-        assert len(running) == makespan(longest_first(lengths, slots), lengths)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())

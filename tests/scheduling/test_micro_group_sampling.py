@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.scheduling.micro_group_sampling import KVCache, SlotSettings, slots_for_budget
+from lit_rlsched.scheduling.admission import KVCache, SlotSettings, slots_for_budget
 from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.parallelism_planner import TensorParallelPlanner, check_bounds
+from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner, check_bounds
 
 KINDS = ("short", "long")
 sizes = st.integers(0, 4).map(lambda n: 2**n)

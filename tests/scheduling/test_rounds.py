@@ -152,12 +152,11 @@ def test_what_may_leave_groups_is_a_round_that_ends_before_all_is_decoded(
         if all(c.finished for c in of.completions):
             state.decoded.append(of)
     _, left = rule.settle(planned, state)
-    assert rule.may_leave(planned) == bool(left)
+    assert rule.discards(state) == bool(left)
 
 
-def test_only_one_mode_keeps_drafts():
+def test_only_one_mode_is_off_policy():
     rules = {mode: SortedRound(2, 8, 3, mode=mode) for mode in get_args(Mode)}
-    assert [mode for mode, rule in rules.items() if rule.keeps_drafts] == ["verified"]
     assert [mode for mode, rule in rules.items() if rule.off_policy] == ["partial"]
 
 

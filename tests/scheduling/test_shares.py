@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.shares import share
+from lit_rlsched.scheduling.routing import share
 
 COSTS = st.lists(st.integers(1, 100), max_size=30)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tail_groups import fresh, group, lost, names, ready, state_of
 
 from lit_rlsched.scheduling.racing import PATIENCE
-from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 
 # What a round takes.
@@ -257,13 +257,6 @@ def test_a_loser_may_get_back_what_was_stopped():
     b.completions = b.completions[1:]
     _, (left,) = rule.settle([*state.decoded, b], state)
     assert [c.index for c in left.completions] == [0, 1]
-
-
-def test_drafts_are_kept_where_that_was_asked_for():
-    assert TailRound(2, 2).keeps_drafts is False
-    assert TailRound(2, 2, reuse_drafts=True).keeps_drafts is True
-    deferring = DeferringTailRound(2, 2, prompt_ratio=2.0, reuse_drafts=False, max_deferrals=1)
-    assert deferring.keeps_drafts is True and deferring.most_prompts() == 4
 
 
 # Everything at once.

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.time_limits import AdaptiveTimeout
+from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 
 
 @pytest.mark.parametrize(

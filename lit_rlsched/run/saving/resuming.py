@@ -144,12 +144,9 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
 def complete(
     completions: Iterable[Completion],
     decode: Callable[[Sequence[int]], str],
-    keeps_drafts: bool,
 ) -> None:
-    """Add the texts that a checkpoint does not hold, and drop drafts that the run cannot use."""
+    """Add the texts that a checkpoint does not hold."""
     for completion in completions:
-        if not keeps_drafts:
-            completion.draft = None
         if completion.finished:
             completion.text = decode(completion.own_ids)
 

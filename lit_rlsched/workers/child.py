@@ -1,8 +1,11 @@
-"""Process that calls reward functions. Run as a script; imports little."""
+"""What runs in a worker: it loads what it is sent, calls it and tells. Imports little."""
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
+import functools
+import inspect
 import json
 import math
 import os
@@ -16,103 +19,63 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# for this import only: the package of the parent, even if another copy is installed
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from lit_rlsched.processes import die_with
 from lit_rlsched.text import is_deep
-
-del sys.path[0]
 
 CAP_SYS_RESOURCE = 24
 """Capability with which a process may raise its own limits."""
 LOGGED_KINDS = ("no_answer", "unparsed")
-"""Kinds of failure that a function may pass to `log_failure`."""
+"""Kinds of failure that a function reports itself, with `log_failure`."""
 WITHHELD: set[str] = set()
 """Environment variables that the trainer has and this process does not."""
 
 
-class Worker:
-    """Calls the reward functions for one completion at a time."""
+class Child:
+    """This process, with a pipe to the trainer; gets the arguments of a `ChildProcess`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._is_async: list[bool] = []
-        self._offered: list[set[str]] = []
-        """Arguments besides TRL's that each function is called with."""
+    def __init__(self, connection: int, lifeline: int, parent: int) -> None:
+        die_with(parent, lifeline)
+        faulthandler.enable()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError):  # the trainer has no standard output
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        self.connection = Connection(connection)
+        self.write: Callable[[bytes], object] = self.connection.send_bytes
+        """How a message is sent."""
         self._pid = os.getpid()
-        self._runner = asyncio.Runner()
-        """One event loop for all calls: clients that functions keep open are bound to it."""
+        self.offered: Sequence[set[str]] = ()
+        """Arguments besides TRL's that each reward function is called with."""
 
-    def load(self) -> None:
-        """Import the functions. Each is announced, so that the parent can name one that fails."""
+    def load(self) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """Import everything, and return it by its key, with the rest of what was sent.
+
+        Each thing is announced, so that the parent can name one that fails.
+        """
         # a forked child must not keep the pipe open after this process has died
-        os.register_at_fork(after_in_child=self._connection.close)
-        setup = pickle.loads(self._connection.recv_bytes())
+        os.register_at_fork(after_in_child=self.connection.close)
+        setup = pickle.loads(self.connection.recv_bytes())
         sys.path[:] = setup["sys_path"]
         sys.argv[1:] = []
-        self._is_async, self._offered = setup["is_async"], setup["offered"]
+        self.offered = setup["offered"]
         WITHHELD.update(setup["withheld"])
-        for index, pickled in setup["functions"].items():
-            self._send("loading", index)
+        loaded: dict[Any, Any] = {}
+        for what, key, pickled in setup["loads"]:
+            self.send("loading", what)
             try:
-                function = pickle.loads(pickled)
-                getattr(function, "warm_up", lambda: None)()
+                loaded[key] = pickle.loads(pickled)
+                if isinstance(key, int):  # a reward function
+                    getattr(loaded[key], "warm_up", lambda: None)()
             except BaseException as error:
-                self._send("unloadable", index, describe(error))
+                self.send("unloadable", describe(error))
                 raise SystemExit(1) from None
-            self._functions[index] = function
         limit_memory(setup["memory_limit"])
-        self._send("ready")
+        self.send("ready")
+        return loaded, setup
 
-    def serve(self) -> None:
-        """Score batches until the parent closes the connection."""
-        while True:
-            try:
-                batch = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                return
-            self._send("begun", time.monotonic())
-            waiting = []
-            for key, payload, calls in batch:
-                for index, timeout in calls:
-                    call = Call(key, index, payload, timeout, self._offered[index])
-                    if self._is_async[index]:
-                        waiting.append(call)
-                    else:
-                        self._score(call)
-            if waiting:
-                self._runner.run(self._score_together(waiting))
-
-    def _score(self, call: "Call") -> None:
-        with call:
-            call.take(self._functions[call.index](**call.keywords()))
-        self._report(call)
-
-    async def _score_together(self, waiting: Sequence["Call"]) -> None:
-        await asyncio.gather(*map(self._score_async, waiting))
-
-    async def _score_async(self, call: "Call") -> None:
-        with call:
-            scope = asyncio.timeout(call.timeout)
-            try:
-                async with scope:
-                    call.take(await self._functions[call.index](**call.keywords()))
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                call.failure = f"timeout: no score within {call.timeout:g} s"
-        self._report(call)
-
-    def _report(self, call: "Call") -> None:
-        now = time.monotonic()
-        report = ("score", call.key, call.index, now, now - call.start, call.score, call.failure)
-        self._send(*report, *call.logged)
-
-    def _send(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         if os.getpid() != self._pid:  # a child that the function forked has returned from it too
             os._exit(0)
-        self._connection.send_bytes(json.dumps(message, default=plain).encode())
+        self.write(json.dumps(message, default=plain).encode())
 
 
 class Call:
@@ -129,6 +92,7 @@ class Call:
         self.failure: str | None = None
         self.extra: dict[str, Any] = {}
         self.metrics: dict[str, list[float]] = {}
+        self.late = f"timeout: no score within {timeout:g} s"
         self._payload = payload
         self._offered = offered
 
@@ -227,8 +191,6 @@ def limit_memory(more: int) -> None:
 
 def drop_capability(number: int) -> None:
     """Give up a capability for good, for this process and all that it starts. Linux only."""
-    import ctypes
-
     libc = ctypes.CDLL(None, use_errno=True)
     # `exec` gives root all capabilities of the bounding set; only root can drop one from the set
     libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -258,17 +220,16 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def connect(connection: int, lifeline: int, parent: int) -> Connection:
-    """Prepare this process, which gets the arguments of a `ChildProcess`; return its pipe."""
-    die_with(parent, lifeline)
-    faulthandler.enable()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # the trainer has no standard output
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return Connection(connection)
+def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
-if __name__ == "__main__":
-    worker = Worker(connect(*map(int, sys.argv[1:])))
-    worker.load()
-    worker.serve()
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call gives a coroutine."""
+    function = unwrap(function)
+    return asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )

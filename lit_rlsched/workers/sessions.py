@@ -1,4 +1,4 @@
-"""Process that holds environments and calls tools. Run as a script; without torch."""
+"""A worker that holds environments and calls tools. Run as a script; without torch."""
 
 import asyncio
 import base64
@@ -12,8 +12,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,8 @@ import cloudpickle
 
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from lit_rlsched.rewards.checks import is_async
-from lit_rlsched.rewards.reward_worker import (
-    WITHHELD,
-    Call,
-    connect,
-    describe,
-    limit_memory,
-    plain,
-)
 from lit_rlsched.text import content_text, is_deep, printable
+from lit_rlsched.workers.child import Call, Child, describe, is_async
 
 del sys.path[0]
 
@@ -48,70 +40,52 @@ class Late(BaseException):
     """An async call has taken too long. No `Exception`: it is no reply of a tool."""
 
 
+@dataclass
 class Session:
     """The object and the tools of one completion."""
 
-    def __init__(self, name: str | None, instance: Any, tools: Mapping[str, Any]) -> None:
-        self.name = name
-        self.instance = instance
-        self.tools = tools
+    name: str | None
+    instance: Any
+    tools: Mapping[str, Any]
 
 
-class Sessions:
+class Sessions(Child):
     """Holds a session for each completion; calls of different ones run at the same time."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._pid = os.getpid()
+    def __init__(self, *given: int) -> None:
+        super().__init__(*given)
         self._tools: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str | None, Callable[[], Any]] = {}
-        self._methods: dict[str | None, Sequence[str]] = {}
-        self._with_state: set[str | None] = set()
-        """Names of environments whose state is sent with each answer."""
         self._rewards: dict[int, Callable[..., Any]] = {}
-        """Reward functions by number."""
-        self._offered: Sequence[set[str]] = ()
-        """Arguments besides TRL's that each is called with."""
         self._sessions: dict[int, Session] = {}
         self._idle: dict[str | None, list[Any]] = {}
         """Objects whose session is over, by environment: made once, reset often, as in TRL."""
-        self._timeout = 0.0
-        threading.stack_size(STACK)
-        self._threads = ThreadPoolExecutor(THREADS)
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._write, daemon=True).start()
         self._running: set[asyncio.Task[None]] = set()
-
-    def load(self) -> None:
-        """Import tools and classes. Each is announced, so that one that fails can be named."""
-        os.register_at_fork(after_in_child=self._connection.close)
-        setup = pickle.loads(self._connection.recv_bytes())
-        sys.path[:] = setup["sys_path"]
-        sys.argv[1:] = []
-        WITHHELD.update(setup["withheld"])
-        self._methods, self._timeout = setup["methods"], setup["timeout"]
-        self._with_state, self._offered = setup["with_state"], setup["offered"]
-        for what, name, pickled in setup["pickled"]:
-            self._send("loading", f"{what} {name}")
-            try:
-                loaded = pickle.loads(pickled)
-                if what == "reward function":
-                    getattr(loaded, "warm_up", lambda: None)()
-            except BaseException as error:
-                self._send("unloadable", describe(error))
-                time.sleep(1.0)  # until it is sent
-                raise SystemExit(1) from None
-            if what == "tool":
-                self._tools[name] = loaded
-            elif what == "reward function":
-                self._rewards[name] = loaded
-            else:
-                self._factories[name] = loaded
-        limit_memory(setup["memory_limit"])
-        self._send("ready")
 
     def serve(self) -> None:
         """Answer until the parent closes the connection."""
+        loaded, setup = self.load()
+        for key, one in loaded.items():
+            match key:
+                case "tool", name:
+                    self._tools[name] = one
+                case "environment", name:
+                    self._factories[name] = one
+                case index:
+                    self._rewards[index] = one
+        self._methods, self._timeout = setup["methods"], setup["timeout"]
+        self._with_state = setup["with_state"]  # environments whose state is sent with each answer
+        threading.stack_size(STACK)
+        self._threads = ThreadPoolExecutor(THREADS)
+        # answers are sent in a thread: the trainer may send before it reads
+        outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+        def send_all() -> None:
+            while True:
+                self.connection.send_bytes(outbox.get())
+
+        self.write = outbox.put
+        threading.Thread(target=send_all, daemon=True).start()
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
@@ -120,30 +94,25 @@ class Sessions:
 
         def read() -> None:
             try:
-                message = pickle.loads(self._connection.recv_bytes())
+                what, key, *given = pickle.loads(self.connection.recv_bytes())
             except (EOFError, OSError):
                 if not over.done():
                     over.set_result(None)
                 return
-            if message[0] == "ping":
-                self._send("pong")
-                return
-            if message[0] == "close":
-                self._close(message[1])
-                return
-            task = loop.create_task(self._answer(*message))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            if what == "ping":
+                self.send("pong")
+            elif what == "close":
+                session = self._sessions.pop(key, None)
+                if session is not None and session.instance is not None:
+                    self._idle.setdefault(session.name, []).append(session.instance)
+            else:
+                task = loop.create_task(self._answer(what, key, *given))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
 
-        loop.add_reader(self._connection.fileno(), read)
+        loop.add_reader(self.connection.fileno(), read)
         await over
         os._exit(0)  # a thread may still run a tool
-
-    def _close(self, key: int) -> None:
-        """End a session; its object waits for the next one."""
-        session = self._sessions.pop(key, None)
-        if session is not None and session.instance is not None:
-            self._idle.setdefault(session.name, []).append(session.instance)
 
     async def _answer(self, what: str, key: int, *given: Any) -> None:
         failure: str | None = None
@@ -166,7 +135,7 @@ class Sessions:
             failure = f"timeout: no answer within {self._timeout:g} s"
         except BaseException as error:
             failure = f"raised: {describe(error)}"
-        self._send("answer", key, result, failure, state)
+        self.send("answer", key, result, failure, state)
 
     async def _open(
         self, key: int, name: str | None, columns: dict[str, Any], state: str
@@ -219,20 +188,20 @@ class Sessions:
         """Call the reward functions; return number and the fields of a `Result` of each."""
         results = []
         for index, function in self._rewards.items():
-            call, late = Call(0, index, payload, timeout, self._offered[index]), False
+            call, late = Call(0, index, payload, timeout, self.offered[index]), False
             with call:
                 given = {**call.keywords(), "environments": [session.instance]}
                 try:
                     call.take(await self._within(timeout, function, **given))
                 except Late:
-                    late, call.failure = True, f"timeout: no score within {timeout:g} s"
+                    late, call.failure = True, call.late
             seconds = time.monotonic() - call.start
             logged = ({}, {}) if late else call.logged  # a thread may log meanwhile
             results.append((index, seconds, call.score, call.failure, *logged))
             if late:
                 if not is_async(function):  # its thread cannot be ended, and has the object
                     session.instance = None
-                    self._send("worn")
+                    self.send("worn")
                 break
         return results
 
@@ -266,16 +235,6 @@ class Sessions:
         if error is not None:
             raise error
         return result
-
-    def _send(self, *message: Any) -> None:
-        if os.getpid() != self._pid:  # a child that a tool forked has returned from it too
-            os._exit(0)
-        self._outbox.put(json.dumps(message, default=plain).encode())
-
-    def _write(self) -> None:
-        """Send answers in a thread: the trainer may send before it reads."""
-        while True:
-            self._connection.send_bytes(self._outbox.get())
 
 
 def _packed(state: Any) -> str:
@@ -314,6 +273,4 @@ def text_of(reply: Any) -> str:
 
 
 if __name__ == "__main__":
-    sessions = Sessions(connect(*map(int, sys.argv[1:])))
-    sessions.load()
-    sessions.serve()
+    Sessions(*map(int, sys.argv[1:])).serve()

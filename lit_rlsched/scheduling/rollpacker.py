@@ -1,5 +1,6 @@
-"""RollPacker's parallelism planner: choose tensor-parallel sizes from the rounds' preemptions."""
+"""RollPacker: tensor-parallel sizes by the rounds' preemptions, and how long a reward may take."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -57,12 +58,6 @@ class TensorParallelPlanner:
     """
 
     def __init__(self, size: int, maximum: int, minimum: int = 1) -> None:
-        check_sizes(minimum=minimum, size=size, maximum=maximum)
-        if not minimum <= size <= maximum:
-            raise UsageError(
-                f"A tensor-parallel size of {size} is not within minimum={minimum} and "
-                f"maximum={maximum}."
-            )
         self.minimum, self.maximum = minimum, maximum
         self._proven: set[int] = set()
         self._kinds: dict[RoundKind, _Kind] = {"short": _Kind(size), "long": _Kind(size)}
@@ -156,3 +151,36 @@ def check_sizes(**sizes: int | None) -> None:
                 f"`ParallelismPlanner`: `{name}={n!r}`: must be a power of two, such as 1, 2, 4 "
                 "or 8."
             )
+
+
+class AdaptiveTimeout:
+    """A time limit per task: a multiple of the longest scoring time of a correct completion.
+
+    RollPacker (arXiv 2509.21009, section 4.3): `T = min(max(minimum, scale * anchor), maximum)`,
+    where the anchor is the longest time that scoring a correct completion of the task has taken.
+    Incorrect ones do not count: code that hangs would raise its own limit. Without a correct
+    completion so far, the limit is `maximum`.
+    """
+
+    def __init__(self, scale: float, minimum: float, maximum: float) -> None:
+        self.scale, self.minimum, self.maximum = scale, minimum, maximum
+        self._anchors: dict[str, float] = {}
+
+    def anchored(self, task: str) -> bool:
+        """Whether the task has had a correct completion."""
+        return task in self._anchors
+
+    def of(self, task: str) -> float:
+        anchor = self._anchors.get(task, math.inf)
+        return min(max(self.minimum, self.scale * anchor), self.maximum)
+
+    def observe(self, task: str, seconds: float, correct: bool) -> None:
+        """Record the duration of a call that ended by itself."""
+        if correct:
+            self._anchors[task] = max(seconds, self._anchors.get(task, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"anchors": dict(self._anchors)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._anchors = dict(state["anchors"])

@@ -1,0 +1,181 @@
+"""A window of prompts in flight: which of them a round trains on, what becomes of the others."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.settings import UsageError
+from lit_rlsched.types import Group
+
+TooOld = Literal["wait", "verify"]
+"""What happens to prompts whose tokens would get too old: rounds wait for them, or verify them."""
+
+
+def most_overtakes(max_staleness: int, update_prompts: int, prompts: int) -> int:
+    """How many later prompts may be trained on before a prompt, so that it never gets too old.
+
+    A prompt that is begun has at most `prompts - 1` others before it. Each round trains on
+    `update_prompts`, so with `n` overtakes it is passed over in at most
+    `(prompts + n - 1) // update_prompts` rounds, which is one less than `max_staleness`.
+    """
+    return max(0, max_staleness * update_prompts - prompts)
+
+
+def places(
+    decoded: Iterable[int], overtaken: Sequence[int], update_prompts: int, overtakes: int
+) -> list[int]:
+    """Give the places of an update to prompts, in the order of `decoded`.
+
+    A prompt gets no place if an earlier one would then have been overtaken too often: those that
+    must not be overtaken once more have a place of this update reserved. Nobody loses a place, and
+    who got none gets none later, so the places of some prompts are certain once these are decoded.
+
+    Args:
+        decoded: Numbers of prompts, which are numbered as they were drawn from the data.
+        overtaken: How many later prompts were trained on before each prompt, in earlier rounds. No
+            prompt has a larger number than one before it.
+        update_prompts: Places.
+        overtakes: How many later prompts may be trained on before a prompt.
+    """
+    placed: list[int] = []
+    taken: list[int] = []
+    refused = len(overtaken)
+    for number in decoded:
+        if len(placed) == update_prompts:
+            break
+        if number > refused:
+            continue  # it would need all that this one needs
+        insort(taken, number)
+        reserved = _reserved(taken, overtaken, overtakes)
+        if len(taken) + reserved - bisect_left(taken, reserved) <= update_prompts:
+            placed.append(number)
+        else:
+            taken.remove(number)
+            refused = number
+    return placed
+
+
+def _reserved(taken: Sequence[int], overtaken: Sequence[int], overtakes: int) -> int:
+    """Number of prompts, the first ones, that may not be left if this update takes some others."""
+
+    def may_be_left(number: int) -> bool:
+        later = len(taken) - bisect_right(taken, number)
+        return min(overtaken[number], overtakes) + later <= overtakes
+
+    return bisect_left(range(len(overtaken)), True, key=may_be_left)
+
+
+class WindowRound(RoundRule):
+    """Trains on the prompts of a window that are ready, and lets the others go on.
+
+    `prompts` prompts are in flight, in the order of the data. A round ends as soon as an update's
+    worth of them is ready. At most `overtakes` later prompts are trained on before a prompt. Every
+    prompt that was begun is trained on, and its completions keep the tokens that they have.
+
+    With `overtakes=0` a round trains on the oldest prompts, which are known before it begins. The
+    others are `waiting`: they use free slots, and nothing that they say has an effect.
+
+    Tokens of earlier policies are verified when a round begins, if they are `verifies_from` policy
+    versions old. By default that is all of them.
+
+    Args:
+        update_prompts: Prompts of an update.
+        prompts: Prompts in flight.
+        overtakes: How many later prompts may be trained on before a prompt.
+        max_staleness: See `RoundRule`.
+        verifies_from: See `RoundRule`.
+        oldest_first: Which prompts a round takes if more are ready: those that were drawn from the
+            data first, so that tokens get as little old as they can. By default those that were
+            decoded first, so that their places are certain during the round.
+        fewer: Whether `prompts` is only the most, for a data set that holds fewer.
+    """
+
+    def __init__(
+        self,
+        update_prompts: int,
+        prompts: int,
+        overtakes: int,
+        max_staleness: int = 0,
+        verifies_from: int | None = 1,
+        oldest_first: bool = False,
+        fewer: bool = False,
+    ) -> None:
+        self.update_prompts, self.prompts, self.overtakes = update_prompts, prompts, overtakes
+        self.max_staleness, self.verifies_from = max_staleness, verifies_from
+        self.oldest_first, self._fewer = oldest_first, fewer
+        self.ends_early = self.reorders = overtakes > 0 and prompts > update_prompts
+
+    def fresh_prompts(self, pool: Sequence[Group]) -> int:
+        return max(0, self.prompts - len(pool))
+
+    def reach(self, rounds: int) -> int:
+        """With `overtakes=0`, what these rounds train on; else any prompt may be in time."""
+        return self.prompts if self.reorders else rounds * self.update_prompts
+
+    def most_prompts(self) -> int:
+        return self.prompts
+
+    def slot_prompts(self) -> int:
+        """Those of a plain round: what is in flight beyond waits for a slot."""
+        return self.update_prompts
+
+    def check_enough(self, prompts: int) -> None:
+        """Hold what the data set holds, or refuse it."""
+        super().check_enough(prompts)
+        if self._fewer:
+            self.prompts = min(self.prompts, prompts)
+        if prompts < self.prompts:
+            raise UsageError(
+                f"`prompts_in_flight={self.prompts}` is more than `train_data` holds: {prompts} "
+                f"prompts. Use {prompts} or fewer, or leave it out."
+            )
+
+    def plan(self, pool: Sequence[Group]) -> Sequence[Group]:
+        return pool[: self.prompts]
+
+    def waiting(self, planned: Sequence[Group]) -> Sequence[Group]:
+        return () if self.reorders else planned[self.update_prompts :]
+
+    def ends_cycle(self, planned: Sequence[Group], left: Sequence[Group]) -> bool:
+        """After each round, since there are always prompts left."""
+        return True
+
+    def done(self, state: RoundState) -> bool:
+        size = self.update_prompts
+        if not self.reorders:
+            size = len(state.planned) - len(state.waiting)  # with prompts that replace others
+        return len(state.decoded) >= size and len(self._placed(state, state.decoded)) == size
+
+    def final_groups(self, state: RoundState) -> Sequence[Group]:
+        return [] if self.oldest_first else self._placed(state, state.decoded[: state.final])
+
+    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+        """Take an update's prompts, and count by how many each of the others was overtaken."""
+        chosen = {group.id for group in self._placed(state, state.decoded)}
+        trained, left, later = [], [], len(chosen)
+        for group in groups:
+            if group.id in chosen:
+                trained.append(group)
+                later -= 1
+            else:
+                overtaken = group.overtaken + (later if self.reorders else 0)
+                left.append(replace(group, overtaken=overtaken))
+        return trained, left
+
+    def _placed(self, state: RoundState, decoded: Sequence[Group]) -> list[Group]:
+        """Those of the decoded groups that this round trains on, in the order of their places."""
+        if not self.reorders:
+            return [group for group in decoded if group.id not in state.waiting]
+        planned = state.planned
+        number = {group.id: i for i, group in enumerate(planned)}
+        order = [number[group.id] for group in decoded]
+        overtaken = [group.overtaken for group in planned]
+        chosen = places(
+            sorted(order) if self.oldest_first else order,
+            overtaken,
+            self.update_prompts,
+            self.overtakes,
+        )
+        return [planned[i] for i in chosen]

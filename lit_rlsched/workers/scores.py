@@ -1,0 +1,66 @@
+"""A worker that calls reward functions. Run as a script; imports little."""
+
+import asyncio
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# for this import only: the package of the parent, even if another copy is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from lit_rlsched.workers.child import Call, Child
+
+del sys.path[0]
+
+
+class Scores(Child):
+    """Calls the reward functions for one completion at a time; coroutines together, afterwards."""
+
+    def serve(self) -> None:
+        """Score batches until the parent closes the connection."""
+        self._functions, setup = self.load()
+        # one event loop for all calls: clients that functions keep open are bound to it
+        runner = asyncio.Runner()
+        while True:
+            try:
+                batch = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                return
+            self.send("begun", time.monotonic())
+            waiting = []
+            for key, payload, calls in batch:
+                for index, timeout in calls:
+                    call = Call(key, index, payload, timeout, self.offered[index])
+                    if setup["is_async"][index]:
+                        waiting.append(call)
+                        continue
+                    with call:
+                        call.take(self._functions[index](**call.keywords()))
+                    self._report(call)
+            if waiting:
+                runner.run(self._score_together(waiting))
+
+    async def _score_together(self, waiting: Sequence[Call]) -> None:
+        await asyncio.gather(*map(self._score, waiting))
+
+    async def _score(self, call: Call) -> None:
+        with call:
+            scope = asyncio.timeout(call.timeout)
+            try:
+                async with scope:
+                    call.take(await self._functions[call.index](**call.keywords()))
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                call.failure = call.late
+        self._report(call)
+
+    def _report(self, call: Call) -> None:
+        now = time.monotonic()
+        report = ("score", call.key, call.index, now, now - call.start, call.score, call.failure)
+        self.send(*report, *call.logged)
+
+
+if __name__ == "__main__":
+    Scores(*map(int, sys.argv[1:])).serve()
