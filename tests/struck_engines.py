@@ -15,15 +15,20 @@ import psutil
 from lit_rlsched.engines import ProcessEngine
 
 
+def patience(engine):
+    """Seconds to wait for an answer: on a busy machine what is not stopped may take long."""
+    try:
+        stopped = psutil.Process(engine.pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        stopped = False
+    return 0.5 if stopped else 1e9
+
+
 class Watched(ProcessEngine):
-    """Knows whether the process hangs: on a busy machine anything may take long."""
+    """Knows whether its process hangs."""
 
     def limit(self, starts):
-        try:
-            stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            stopped = False
-        return 0.5 if stopped else 1e9
+        return patience(self)
 
 
 def struck(base, folder, faults, **settings):

@@ -161,5 +161,3 @@ class Footprint:
     """Bytes of host memory that keep the weights while the engine sleeps."""
     apart: bool = False
     """Whether weights and cache are on GPUs that the trainer does not use."""
-    like_trainer: bool = False
-    """Whether its steps are forward passes of the trainer's model, whose memory can be measured."""

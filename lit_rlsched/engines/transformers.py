@@ -63,7 +63,7 @@ class TransformersEngine(SlotEngine):
         cache, how_cache = sizes.full_slots(spec), sizes.say_slots(spec)
         if spec.returns:
             cache, how_cache = 2 * cache, f"2 x {how_cache}: completions whose tools run"
-        return Footprint(weights, cache, own, how, how_cache, like_trainer=True)
+        return Footprint(weights, cache, own, how, how_cache)
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy

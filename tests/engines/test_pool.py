@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lit_rlsched.engines import SimulatedEngine
-from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.pool_worker import WINDOW
+from lit_rlsched.engines.pool import WINDOW, EnginePool
 from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.types import Request, Sampling

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from placements import process_only
 from sampled_groups import GENERATIONS, PROMPTS, plan
 from seen_rounds import Rounds
+from struck_engines import patience
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
@@ -144,7 +145,7 @@ def test_engines_share_the_cores_and_one_copy_of_the_weights(two):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_one_of_two_is_killed_or_stopped_in_the_middle_of_a_round(alone, two, how, monkeypatch):
     for engine in two.engines:
-        monkeypatch.setattr(engine, "limit", lambda starts: 1800.0 if starts else 5.0)
+        monkeypatch.setattr(engine, "limit", lambda starts, engine=engine: patience(engine))
     before, killed = [engine.restarts for engine in two.engines], []
 
     def kill_once(group):

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from played_gpus import PlayedGPUs, perturb, play_trainer
+from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, weight_transfer
 from lit_rlsched.engines.pool import EnginePool
@@ -79,7 +80,7 @@ def test_an_engine_that_hangs(start, tiny_policy, deadly):
     engine, sync = start("nccl", 2)
     assert synced(sync, tiny_policy, 1)
     for each in engine.engines:
-        each.limit = lambda starts: 4.0
+        each.limit = lambda starts, each=each: patience(each)
     deadly.write_text("0 SIGSTOP")
     said = "engine 0 of 2 did not answer for .* s and was killed"
     with pytest.warns(UserWarning, match=said):

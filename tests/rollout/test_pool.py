@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, remote
-from lit_rlsched.engines import pool_worker as module
+from lit_rlsched.engines import pool as module
 from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool

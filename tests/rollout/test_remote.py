@@ -12,6 +12,7 @@ import pytest
 import torch
 from placements import process, process_only, ray
 from sampled_groups import GENERATIONS, PROMPTS, plan
+from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.child import PipeLink, Watch
@@ -193,8 +194,8 @@ def test_more_groups_while_the_round_decodes(here, there):
 
 @pytest.fixture
 def impatient(there, monkeypatch):
-    """What hangs is killed after seconds."""
-    monkeypatch.setattr(there.engine, "limit", lambda starts: 1800.0 if starts else 5.0)
+    """What hangs is killed at once."""
+    monkeypatch.setattr(there.engine, "limit", lambda starts: patience(there.engine))
 
 
 @pytest.mark.slow
