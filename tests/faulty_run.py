@@ -40,7 +40,7 @@ STOPPED = 1
 """Seconds that the trainer is stopped for."""
 MARKS = {
     "engine": "_engine_server",
-    "reward": "rewards/reward_worker.py",
+    "reward": "workers/scores.py",
     "worker": "Worker_TP1",
 }
 """Of command lines or names."""

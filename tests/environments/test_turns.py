@@ -625,7 +625,7 @@ def test_killed_at_any_point_of_a_turn_and_resumed_equals_never_stopped(
     else:
         assert resumed == whole and whole["number"] == 80
         assert_same(*(torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole")))
-    workers = [p for p in psutil.process_iter(["cmdline"]) if "session_worker" in str(p.info)]
+    workers = [p for p in psutil.process_iter(["cmdline"]) if "workers/sessions.py" in str(p.info)]
     assert [p for p in workers if p.ppid() == 1] == []
 
 

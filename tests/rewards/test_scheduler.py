@@ -5,7 +5,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,12 +38,7 @@ def scheduler() -> Iterator[RewardScheduler]:
         ("text", "bad_returns", "'1.0' is not a number"),
         ("infinite", "bad_returns", "inf"),
         ("spin", "timeouts", "killed after 0.4 s"),
-        ("sleep", "timeouts", "killed after 0.4 s"),
-        ("regex", "timeouts", "killed after 0.4 s"),
         ("exit", "crashes", "exited with code 1"),
-        ("exit 0", "crashes", "exited with code 0"),
-        ("segfault", "crashes", "died of SIGSEGV"),
-        ("killed", "crashes", "died of SIGKILL"),
         ("close everything", "crashes", ""),
     ],
 )
@@ -354,25 +348,6 @@ print(scheduler.names, scheduler.poll()[0].scores)
 """
     output, _ = run_script(tmp_path / "train.py", source).communicate(timeout=60)
     assert output == "main\n['Counter', 'inner', '<lambda>'] [13.0, 3.0, 10.0]\n"
-
-
-def test_a_function_that_cannot_be_sent_is_named() -> None:
-    lock = threading.Lock()
-
-    def locked(completions: list[str], **kwargs: Any) -> list[float]:
-        with lock:
-            return [1.0]
-
-    scheduler = RewardScheduler([cases.length, locked])
-    with pytest.raises(UsageError, match=r"`reward_funcs\[1\]` \(locked\) cannot be sent.*lock"):
-        scheduler.start()
-
-
-def test_a_function_that_cannot_be_loaded_is_named() -> None:
-    scheduler = RewardScheduler([cases.length, cases.Broken()])
-    with pytest.raises(RuntimeError, match=r"`Broken` cannot be loaded.*FileNotFoundError"):
-        scheduler.start()
-    assert scheduler._workers == []
 
 
 def test_a_module_the_worker_cannot_find_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
