@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lit_rlsched.training import logprobs
-from lit_rlsched.training.lm_head import lm_head
+from lit_rlsched.training.logprobs import lm_head
 
 POSITIONS = 16384
 SHAPES = {  # vocabulary, hidden size, whether the head is trained

@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.lm_head import SHAPES, count, plainly
-from lit_rlsched.training import lm_head, logprobs
-from lit_rlsched.training.lm_head import cast_once
+from lit_rlsched.training import logprobs
 from lit_rlsched.training.logprobs import CHUNK_BYTES, completion_logprobs, default_chunk
+from lit_rlsched.training.precision import cast_once
 
 VOCAB = 64
 PROMPTS, COMPLETIONS = torch.tensor([2, 5]), torch.tensor([7, 4])
@@ -80,7 +80,7 @@ def test_every_number_is_the_same(monkeypatch, tied, chunk_tokens):
     ours = make_model(tied)
     plain = copy.deepcopy(ours)
     logp, entropy, gradients = scored(ours, chunk_tokens=chunk_tokens)
-    monkeypatch.setattr(lm_head, "cast_once", lambda layer: layer)
+    monkeypatch.setattr(logprobs, "cast_once", lambda layer: layer)
     expected, expected_entropy, expected_gradients = scored(plain, chunk_tokens=chunk_tokens)
     assert torch.equal(logp, expected) and torch.equal(entropy, expected_entropy)
     for gradient, other in zip(gradients, expected_gradients, strict=True):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training import lm_head
+from lit_rlsched.training import logprobs
 from lit_rlsched.training.logprobs import (
     completion_logprobs,
     completion_states,
@@ -144,4 +144,4 @@ def test_a_run_on_a_model_with_a_head_of_its_own(fit, tmp_path):
         trainer, _, _ = fit(module)
     assert trainer.global_step == 2
     assert trainer.callback_metrics["sync/max_logp_diff"] < 1e-3
-    assert lm_head._parts_differ[module.model]
+    assert logprobs._parts_differ[module.model]

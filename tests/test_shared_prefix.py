@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training import lm_head, shared_prefix
+from lit_rlsched.training import logprobs, shared_prefix
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.losses import policy_loss
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
-from lit_rlsched.training.prompt_rows import RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 VOCAB = 128
@@ -277,24 +276,24 @@ def test_the_check_tells_rounding_from_mistakes() -> None:
     rows = make_rows(((40, (7, 12, 9)),))
     for family in SHAPES:
         model = make_model(family, torch.float32)
-        assert max(shared_prefix.difference(model, rows)) < 0.1 * lm_head.tolerance(model)
+        assert max(shared_prefix.difference(model, rows)) < 0.1 * logprobs.tolerance(model)
         assert all(p.grad is None for p in model.parameters())
         half = make_model(family, torch.bfloat16, initializer_range=0.1)
-        assert lm_head.tolerance(half) == lm_head.TOLERANCE_HALF
-        assert max(shared_prefix.difference(half, rows)) < lm_head.TOLERANCE_HALF
+        assert logprobs.tolerance(half) == logprobs.TOLERANCE_HALF
+        assert max(shared_prefix.difference(half, rows)) < logprobs.TOLERANCE_HALF
     for name in ("attention_mask", "position_ids"):
         model = without(name)
         assert shared_prefix.obstacle(model) is None
-        assert min(shared_prefix.difference(model, rows)) > lm_head.tolerance(model)
+        assert min(shared_prefix.difference(model, rows)) > logprobs.tolerance(model)
         model = model.bfloat16()
-        assert max(shared_prefix.difference(model, rows)) > lm_head.tolerance(model)
+        assert max(shared_prefix.difference(model, rows)) > logprobs.tolerance(model)
 
 
 def test_a_window_no_config_tells_of_is_seen_in_the_whole_prompt() -> None:
     model = make_model("Mistral", torch.float32, sliding_window=24)
     rows = make_rows(((40, (7, 12, 9)),))
     assert shared_prefix.obstacle(model) is not None
-    assert max(shared_prefix.difference(model, rows)) > lm_head.tolerance(model)
+    assert max(shared_prefix.difference(model, rows)) > logprobs.tolerance(model)
 
 
 # In a run.

@@ -45,7 +45,7 @@ from lit_rlsched.training.losses import (
     policy_loss,
     rollout_correction,
 )
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.training.optimizers import (
     Optim,
     check_gradient,
@@ -57,7 +57,6 @@ from lit_rlsched.training.optimizers import (
 )
 from lit_rlsched.training.policy import load_policy, whole
 from lit_rlsched.training.precision import KeepsFloat32, load_dtype, to_like
-from lit_rlsched.training.prompt_rows import RowCost
 from lit_rlsched.training.shared_prefix import Sharing, obstacle
 from lit_rlsched.types import Group, Sample
 

@@ -18,9 +18,7 @@ from lit_rlsched.training.logprobs import (
     token_logprobs,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.policy import evaluating, num_embeddings
-from lit_rlsched.training.precision import ForwardContext
-from lit_rlsched.training.prompt_rows import (
+from lit_rlsched.training.micro_batches import (
     PASS,
     EncodedRows,
     PromptRow,
@@ -28,6 +26,8 @@ from lit_rlsched.training.prompt_rows import (
     share_prompts,
     split_rows,
 )
+from lit_rlsched.training.policy import evaluating, num_embeddings
+from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
 from lit_rlsched.types import Completion, Group, Sample, stable_hash
 

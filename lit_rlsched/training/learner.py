@@ -7,8 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from lit_rlsched.training.advantages import group_relative
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
-from lit_rlsched.training.prompt_rows import RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
 from lit_rlsched.types import Sample
 
 

@@ -1,16 +1,25 @@
-"""Log-probabilities and entropies of the completion tokens, without a `[B, T, V]` logit tensor."""
+"""Log-probabilities and entropies of the completion tokens, without a `[B, T, V]` logit tensor.
+
+A causal language model is split into body and LM head, and compared once with the whole model.
+"""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.lm_head import LMHead, check_lm_head, is_checked, lm_head, model_parts
+from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.policy import evaluating
+from lit_rlsched.training.precision import cast_once
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Memory of one chunk's fp32 logits by device type. A GPU needs larger chunks to be busy, and each
@@ -18,6 +27,20 @@ chunk reads the head's weights once (`benchmarks.lm_head`)."""
 
 SHARDED_FORWARD = "sharded_logprobs"
 """Attribute of a sharded model: `whole_logprobs` between gathering and freeing its weights."""
+CHECKED_TOKENS = 32
+"""Tokens of a sequence on which body and head are compared with the model's own forward."""
+TOLERANCE = 1e-3
+"""Mean difference of log-probs that counts as rounding: a thousand times that of fp32."""
+TOLERANCE_HALF = 0.1
+"""The same for bf16, fp16 and TF32: ten times their rounding."""
+LOOKS_AHEAD = 5
+"""Factor on the tolerance where a prefix is encoded, whose length selects other kernels. A model
+that looks ahead differs by far more."""
+UNLIKELY = -30.0
+"""Log-probs below this value count as equal, for example those of masked vocabulary entries."""
+
+_parts_differ: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""For each checked model, whether only its own forward computes its logits."""
 
 
 def default_chunk(device: str, vocab_size: int) -> int:
@@ -100,9 +123,12 @@ def whole_logprobs(
     score = partial(_score, head.logits, entropy)
     _, _, config = model_parts(model)
     chunk_tokens = chunk_tokens or default_chunk(states.device.type, config.vocab_size)
-    logp, entropies = _score_in_chunks(score, states, token_ids, chunk_tokens)
     mask = completion_mask(completion_lengths)
-    return _scatter(logp, mask), _scatter(entropies, mask) if entropy else None
+    logp, entropies = (
+        flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+        for flat in _score_in_chunks(score, states, token_ids, chunk_tokens)
+    )
+    return logp, entropies if entropy else None
 
 
 def completion_states(
@@ -128,14 +154,30 @@ def _encode(
     prompt_lengths: Tensor,
     completion_lengths: Tensor,
     completion_rows: Tensor | None,
-) -> tuple[LMHead, Tensor, Tensor]:
+) -> tuple["LMHead", Tensor, Tensor]:
     """Return the head, its input `[N, H]` for every completion token, and these tokens `[N]`."""
     starts = prompt_lengths
-    if completion_rows is not None:
-        starts = _completion_starts(prompt_lengths, completion_lengths, completion_rows)
-    _check_lengths(input_ids, prompt_lengths, starts + completion_lengths)
+    if completion_rows is not None:  # completions of a row follow each other
+        before = completion_lengths.cumsum(0) - completion_lengths
+        first_of_row = torch.searchsorted(completion_rows, completion_rows)
+        starts = prompt_lengths + before - before[first_of_row]
+    ends = starts + completion_lengths
+    if bool((prompt_lengths < 1).any()):
+        raise UsageError(
+            "A prompt is empty, so no position predicts its first completion token. Put the BOS or "
+            "EOS token in front of it."
+        )
+    longest = int(ends.argmax())
+    end = int(ends[longest])
+    if end > input_ids.shape[1]:
+        raise UsageError(
+            f"`prompt_lengths` plus `completion_lengths` reaches {end}, past the "
+            f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
+        )
     causal_lm, _, config = model_parts(model)
-    _check_once(model, input_ids, starts + completion_lengths, completion_rows)
+    if model not in _parts_differ and not isinstance(next(model.parameters()), FakeTensor):
+        row = longest if completion_rows is None else int(completion_rows[longest])
+        check_lm_head(model, input_ids[row, :end])  # no padding: it changes what a model sees
     head = lm_head(model, temperature)
     rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
     targets = starts[rows] + columns
@@ -145,9 +187,10 @@ def _encode(
     if completion_rows is not None:
         rows = completion_rows[rows]
         layout = _shared_layout(input_ids, starts, completion_lengths, completion_rows)
-        if config._attn_implementation == "eager":
-            dtype = causal_lm.get_input_embeddings().weight.dtype
-            layout["attention_mask"] = _to_addend(layout["attention_mask"], dtype)
+        if config._attn_implementation == "eager":  # adds the mask to its scores
+            seen, dtype = layout["attention_mask"], causal_lm.get_input_embeddings().weight.dtype
+            added = torch.zeros_like(seen, dtype=dtype)
+            layout["attention_mask"] = added.masked_fill_(~seen, torch.finfo(dtype).min)
     return head, head.states(input_ids, **layout)[rows, sources], input_ids[rows, targets]
 
 
@@ -166,15 +209,19 @@ def token_logprobs(
     return _score_in_chunks(score, states, token_ids, chunk)[0]
 
 
-def _check_once(
-    model: nn.Module, input_ids: Tensor, ends: Tensor, completion_rows: Tensor | None = None
-) -> None:
-    """Check the LM head on the longest row, without padding, which changes what a model sees."""
-    if is_checked(model):
-        return
-    longest = int(ends.argmax())
-    row = longest if completion_rows is None else int(completion_rows[longest])
-    check_lm_head(model, input_ids[row, : int(ends[longest])])
+def _score_in_chunks(
+    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    states: Tensor,
+    targets: Tensor,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    chunks = list(zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
+    # A single chunk fits in memory; checkpointing would only add a second LM head call.
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        scored = [checkpoint(score, h, t, use_reentrant=False) for h, t in chunks]
+    else:
+        scored = [score(h, t) for h, t in chunks]
+    return torch.cat([logp for logp, _ in scored]), torch.cat([ent for _, ent in scored])
 
 
 def _score(
@@ -214,34 +261,6 @@ class _TokenLogprob(torch.autograd.Function):
         return of_logits.scatter_add_(-1, targets.unsqueeze(-1), gradient), None
 
 
-def _score_in_chunks(
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    states: Tensor,
-    targets: Tensor,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    chunks = list(zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True))
-    # A single chunk fits in memory; checkpointing would only add a second LM head call.
-    if len(chunks) > 1 and torch.is_grad_enabled():
-        scored = [checkpoint(score, h, t, use_reentrant=False) for h, t in chunks]
-    else:
-        scored = [score(h, t) for h, t in chunks]
-    return torch.cat([logp for logp, _ in scored]), torch.cat([ent for _, ent in scored])
-
-
-def _scatter(flat: Tensor, mask: Tensor) -> Tensor:
-    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
-
-
-def _completion_starts(
-    prompt_lengths: Tensor, completion_lengths: Tensor, completion_rows: Tensor
-) -> Tensor:
-    """The column `[B]` at which each completion starts in its row."""
-    before = completion_lengths.cumsum(0) - completion_lengths
-    first_of_row = torch.searchsorted(completion_rows, completion_rows)
-    return prompt_lengths + before - before[first_of_row]
-
-
 def _shared_layout(
     input_ids: Tensor, starts: Tensor, completion_lengths: Tensor, completion_rows: Tensor
 ) -> dict[str, Tensor]:
@@ -265,20 +284,147 @@ def _shared_layout(
     return {"position_ids": positions, "attention_mask": mask.tril_().unsqueeze(1)}
 
 
-def _to_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The addend of eager attention's scores: 0 where `mask` is True, else the minimum."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+class LMHead(NamedTuple):
+    """The functions from token ids to hidden states and from there to logits."""
+
+    states: Callable[..., Tensor]
+    """From `input_ids` `[R, T]` and other model inputs to hidden states `[R, T, H]`, or to logits
+    `[R, T, V]` if the model's own forward must be used."""
+    logits: Callable[[Tensor], Tensor]
+    """From some of these states to `[..., V]` logits over the temperature, at least fp32."""
 
 
-def _check_lengths(input_ids: Tensor, prompt_lengths: Tensor, ends: Tensor) -> None:
-    if bool((prompt_lengths < 1).any()):
-        raise UsageError(
-            "A prompt is empty, so no position predicts its first completion token. Put the BOS or "
-            "EOS token in front of it."
+def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
+    """Split a model as `check_lm_head` found right.
+
+    Use the result for one pass only: under autocast it keeps a cast copy of the head's weights.
+    """
+    causal_lm, head, config = model_parts(model)
+    if _parts_differ.get(model, False):
+
+        def over_temperature(logits: Tensor) -> Tensor:
+            logits = _at_least_fp32(logits)
+            return logits if temperature == 1.0 else logits / temperature  # saves a copy
+
+        return LMHead(partial(_own_logits, model), over_temperature)
+    body = causal_lm.base_model
+    if body is causal_lm:  # Llama 4 text
+        inner = (child for child in causal_lm.children() if isinstance(child, PreTrainedModel))
+        body = next(inner, body)
+    transform = logit_transform(config, temperature)
+    project = cast_once(head)
+    return LMHead(
+        lambda input_ids, **inputs: (
+            body(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        ),
+        lambda hidden: transform(project(hidden)),
+    )
+
+
+@torch.no_grad()
+def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
+    """Compare body and LM head with the model's own forward on `[T]` tokens of a sequence.
+
+    If they differ, `lm_head` uses the model's own forward from then on; a warning says so.
+    """
+    if len(token_ids) < 2:
+        return
+    input_ids = token_ids[None, :CHECKED_TOKENS]
+    name = type(model_parts(model)[0]).__name__
+    with evaluating(model):
+        own = _own_logits(model, input_ids)
+        if own.shape[:2] != input_ids.shape:
+            raise UsageError(
+                f"`{name}` returns logits of shape {list(own.shape)} for {input_ids.shape[1]} "
+                "tokens, so logits cannot be matched with tokens. PEFT's prompt learning does "
+                "that: use LoRA instead."
+            )
+        half = input_ids.shape[1] // 2
+        allowed = tolerance(model)
+        ahead = _difference(_own_logits(model, input_ids[:, :half]), own[:, :half])
+        if not ahead <= LOOKS_AHEAD * allowed:
+            raise UsageError(
+                f"`{name}` looks ahead: the log-probs of a token change by {ahead:.1e} with the "
+                "tokens after it. Train a causal language model; a model that can be either needs "
+                "`is_decoder=True` in its config."
+            )
+        try:
+            parts = lm_head(model)
+            gap = _difference(parts.logits(parts.states(input_ids)), own)
+            wrong = "" if gap <= allowed else f"log-probs differ by {gap:.1e}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may raise anything
+            wrong = f"{type(error).__name__}: {error}"
+    _parts_differ[model] = bool(wrong)
+    if wrong:
+        rank_zero_warn(
+            f"`{name}` does not compute its logits by applying its LM head to its last hidden "
+            f"states ({wrong}). Its own forward is used instead: the log-probs are right, but the "
+            "logits of all positions of a micro-batch are in memory at once. Lower "
+            "`micro_batch_tokens` if that is too much."
         )
-    longest = int(ends.max())
-    if longest > input_ids.shape[1]:
+
+
+def tolerance(model: nn.Module) -> float:
+    """Mean difference of log-probs that counts as rounding in the current precision."""
+    weight = next(model.parameters())
+    half = (
+        weight.dtype in (torch.bfloat16, torch.float16)
+        or torch.is_autocast_enabled(weight.device.type)
+        or torch.get_float32_matmul_precision() != "highest"
+    )
+    return TOLERANCE_HALF if half else TOLERANCE
+
+
+def model_parts(model: nn.Module) -> tuple[Any, nn.Module, Any]:
+    """The language model without a PEFT wrapper, its LM head and its text config."""
+    causal_lm: Any = base_model(model)
+    head = causal_lm.get_output_embeddings()
+    if head is None:
         raise UsageError(
-            f"`prompt_lengths` plus `completion_lengths` reaches {longest}, past the "
-            f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
+            f"`{type(causal_lm).__name__}` has no LM head. Load it with `AutoModelForCausalLM`."
         )
+    return causal_lm, head, causal_lm.config.get_text_config()
+
+
+def logit_transform(config: Any, temperature: float) -> Callable[[Tensor], Tensor]:
+    """What a model applies to the LM head's output before the softmax, with temperature.
+
+    The order is a constant factor (Cohere, Falcon-H1, Granite, ...), a soft cap (Gemma, xLSTM, ...)
+    and the temperature. The settings are found by the names that transformers uses.
+    """
+    factor = 1.0
+    divisors = ("logits_scaling", "logits_mup_width_multiplier")
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier", *divisors):
+        value = getattr(config, name, None)
+        if value is not None:
+            # Granite divides by `logits_scaling`; only HyperCLOVA X multiplies by it.
+            divides = name in divisors and config.model_type != "hyperclovax"
+            factor = 1.0 / value if divides else value
+            break
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((c for name in caps if (c := getattr(config, name, None)) is not None), None)
+
+    def transform(logits: Tensor) -> Tensor:
+        logits = _at_least_fp32(logits)
+        if cap is not None:
+            return torch.tanh(logits * (factor / cap)) * (cap / temperature)
+        scale = factor / temperature
+        return logits if scale == 1.0 else logits * scale
+
+    return transform
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _own_logits(model: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
+    return model(input_ids=input_ids, use_cache=False, **inputs).logits
+
+
+def _difference(logits: Tensor, others: Tensor) -> float:
+    """Mean absolute difference of log-probs over positions and vocabulary; keeps NaN."""
+    ours, theirs = (_at_least_fp32(x).log_softmax(-1).clamp(min=UNLIKELY) for x in (logits, others))
+    return float((ours - theirs).abs().mean())

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Precision
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from lit_rlsched.settings import UsageError
@@ -170,3 +172,42 @@ def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
         for name, tensor in tensors
         if tensor.dtype == torch.float32 or any(f".{part}." in f".{name}." for part in named)
     }
+
+
+def cast_once(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Cast a linear layer's weights to autocast's precision once for all calls of a pass.
+
+    `torch.autocast` with `cache_enabled=False`, as Lightning enters it, casts them in every call
+    and every recomputation. Values and gradients are unchanged: the gradients of the calls are cast
+    to fp32 one by one and added in fp32.
+    """
+    if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
+        return layer
+    device = layer.weight.device.type
+    if not torch.is_autocast_enabled(device):
+        return layer
+    dtype = torch.get_autocast_dtype(device)
+    parameters = dict(layer.named_parameters())
+    low: dict[str, Tensor] = {}
+
+    def call(states: Tensor) -> Tensor:
+        if not low:  # at the first call, because the body's pass needs the memory
+            low.update((name, p.detach().to(dtype)) for name, p in parameters.items())
+        used = {name: _Cast.apply(p, low[name]) for name, p in parameters.items()}  # type: ignore[no-untyped-call]
+        return functional_call(layer, used, (states,))
+
+    return call
+
+
+class _Cast(torch.autograd.Function):
+    """Return a cast made earlier; the backward pass casts the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, low: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return low.view_as(low)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].to(ctx.dtype), None

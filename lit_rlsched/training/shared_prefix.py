@@ -2,7 +2,7 @@
 
 A row of `input_ids` is then a prompt followed by completions that do not see each other: the model
 gets a 4-D attention mask, and positions that continue from the prompt for each completion.
-`prompt_rows.share_prompts` decides which completions share a row. See
+`micro_batches.share_prompts` decides which completions share a row. See
 `docs/explanation/repetition.md`.
 """
 
@@ -16,12 +16,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.training.lm_head import tolerance
-from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
+from lit_rlsched.training.logprobs import completion_logprobs, completion_mask, tolerance
 from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.micro_batches import EncodedRows, PromptRow, RowCost, share_prompts
 from lit_rlsched.training.policy import context_length
 from lit_rlsched.training.precision import ForwardContext
-from lit_rlsched.training.prompt_rows import EncodedRows, PromptRow, RowCost, share_prompts
 from lit_rlsched.types import Sample
 
 ATTENTION_PRICE = 1.4

@@ -3,9 +3,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.training import prompt_rows
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, StepTotals
-from lit_rlsched.training.prompt_rows import PromptRow, RowCost, share_prompts, split_by_tokens
+from lit_rlsched.training import micro_batches
+from lit_rlsched.training.micro_batches import (
+    EncodedRows,
+    MicroBatch,
+    OptimizerStep,
+    PromptRow,
+    RowCost,
+    StepTotals,
+    share_prompts,
+    split_by_tokens,
+)
 from lit_rlsched.training.update import split_steps
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
@@ -246,7 +254,7 @@ def test_every_completion_once_and_never_dearer(shapes, budget, position):
     assert sorted(id(r) for s in shared for r in s.samples) == sorted(map(id, rows))
     for one in shared:
         assert len({r.group.id for r in one.samples}) == 1
-        assert len(one) <= budget and len(one) == len(one.token_ids)
+        assert len(one) <= budget and len(one) == EncodedRows.of([one]).input_ids.numel()
     paid = sum(cost(len(s), s.shared) for s in shared)
     assert paid <= sum(cost(len(r), False) for r in rows)
 
@@ -273,7 +281,7 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
 
 
 def test_the_mask_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prompt_rows, "MASKED_POSITIONS", 150)
+    monkeypatch.setattr(micro_batches, "MASKED_POSITIONS", 150)
     rows = [*group_of(50, *[20] * 8), *group_of(60, *[20] * 8, uid="b")]
     step = OptimizerStep(rows, 1000, row_cost=always)
     for batch in step:

@@ -22,7 +22,7 @@ from lit_rlsched.training.logprobs import (
     completion_states,
     vocabulary_logprobs,
 )
-from lit_rlsched.training.prompt_rows import EncodedRows, RowCost
+from lit_rlsched.training.micro_batches import EncodedRows, RowCost
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
 
 NOISE = {"seed": SEED, "salt": "", "eos_token_ids": (EOS,)}
