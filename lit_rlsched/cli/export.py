@@ -51,8 +51,7 @@ def report(
         perfetto: File for the timelines as a trace for https://ui.perfetto.dev: .json or .json.gz.
     """
     from lit_rlsched.callbacks.report.collect import run_data
-    from lit_rlsched.callbacks.report.page import FILE, write_report
-    from lit_rlsched.callbacks.report.perfetto import write_trace
+    from lit_rlsched.callbacks.report.page import FILE, write_report, write_trace
     from lit_rlsched.callbacks.what_if import about_of
     from lit_rlsched.cli.simulate import facts_of
     from lit_rlsched.scheduling.trace_files import Traces
