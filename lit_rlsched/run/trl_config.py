@@ -54,6 +54,14 @@ _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """The same of the entries of a dict, as text."""
 
 
+_OF_PROCESS = {
+    "world_size": ("WORLD_SIZE", "1"),
+    "process_index": ("RANK", "0"),
+    "local_process_index": ("LOCAL_RANK", "0"),
+}
+"""Properties of the process, and torchrun's variables with their defaults."""
+
+
 @dataclass(init=False)
 class _Settings:
     """Settings of TRL that are used here."""
@@ -96,6 +104,8 @@ class _Settings:
         """Do nothing; a script's own class may call it."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_PROCESS:
+            return int(os.environ.get(*_OF_PROCESS[name]))
         raise AttributeError(f"`{type(self).__name__}` of `lit_rlsched.trl` has no `{name}`")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -139,21 +149,6 @@ class _Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by their names."""
         return {name: getattr(self, name) for name in _fields(type(self))}
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train."""
-        return int(os.environ.get("WORLD_SIZE", 1))
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return int(os.environ.get("RANK", 0))
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return int(os.environ.get("LOCAL_RANK", 0))
 
 
 _OfTransformers: Any = make_dataclass(
