@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NoReturn
@@ -27,16 +26,14 @@ from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.run.saving.export import export
 from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig
+from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig, by_our_names
 from lit_rlsched.run.trl_state import Accelerator, History, with_their_names
-from lit_rlsched.settings import UsageError, counterpart, trl_names
+from lit_rlsched.settings import UsageError, counterpart
 from lit_rlsched.training.lora import settings_of
 from lit_rlsched.training.policy import load_tokenizer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
 
-_IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
-"""Settings whose values are others here."""
 _MORE = (
     *("micro_batch_tokens", "reward_timeout", "reward_workers", "reward_memory_limit"),
     *("reward_env_vars", "environment_workers", "tool_timeout", "max_sessions", "tool_steps"),
@@ -100,7 +97,7 @@ class _RolloutTrainer:
             environment_factory=environment_factory,
             engine=self._engine(),
             seed=args.seed,
-            **{**_ours(args, "data"), **rounds, **off, **more},
+            **{**by_our_names(args, "data"), **rounds, **off, **more},
         )
         run = self.datamodule.run
         run.settings = replace(run.settings, whole_rounds=True)
@@ -121,10 +118,9 @@ class _RolloutTrainer:
         raise UsageError(f"`{type(self).__name__}({what})` cannot be used here.{why}")
 
     def _check_callbacks(self, callbacks: Sequence[Any]) -> None:
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                why = f" `{type(callback).__name__}` is not Lightning's: use one that is."
-                self._refuse("callbacks", why)
+        for wrong in (one for one in callbacks if not isinstance(one, Callback)):
+            why = f" `{type(wrong).__name__}` is not Lightning's: use one that is."
+            self._refuse("callbacks", why)
 
     def _batches(self) -> tuple[int, int]:
         """Return prompts and optimizer steps of a round, by TRL's numbers of completions."""
@@ -163,7 +159,7 @@ class _RolloutTrainer:
         elif args.lr_scheduler_type == "constant_with_warmup":
             schedule["lr_scheduler_type"] = "constant"
         return {
-            **{**_ours(args, "model"), **schedule},
+            **{**by_our_names(args, "model"), **schedule},
             "betas": (args.adam_beta1, args.adam_beta2),
             "importance_sampling_mode": None,  # TRL corrects in GRPO with vLLM alone
         }
@@ -173,7 +169,7 @@ class _RolloutTrainer:
             return TransformersEngine()
         if self.args.vllm_mode != "colocate":
             self._refuse("vllm_mode='server'", counterpart("vllm_server_host", str))
-        return VLLMEngine(**_ours(self.args, "VLLMEngine"))
+        return VLLMEngine(**by_our_names(self.args, "VLLMEngine"))
 
     def _length(self, rows: Any, prompts: int, steps: int) -> dict[str, Any]:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
@@ -445,20 +441,9 @@ class RLOOTrainer(_RolloutTrainer):
     _module = RLOOModule
 
     def module_settings(self, steps: int) -> dict[str, Any]:
-        return {**super().module_settings(steps), **_ours(self.args, "RLOOModule")}
+        return {**super().module_settings(steps), **by_our_names(self.args, "RLOOModule")}
 
 
 def _steps(given: float, most: int) -> float:
     """Return a number of steps, which TRL takes as a share of the run if it is below 1."""
     return given * most if given < 1 else given
-
-
-def _ours(args: Any, owner: str) -> dict[str, Any]:
-    """Return settings of `model`, `data` or a class by our names, where each of TRL's is one."""
-    found = {}
-    for row in chain(*trl_names().values()):
-        theirs, ours = (names.split(", ") for names in row[:2])
-        for name, one in zip(theirs, ours, strict=True) if len(theirs) == len(ours) else ():
-            if one.startswith(f"{owner}.") and name in vars(args) and name not in _IN_OTHER_FORMS:
-                found[one.removeprefix(f"{owner}.")] = getattr(args, name)
-    return found

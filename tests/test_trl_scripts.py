@@ -22,6 +22,7 @@ from lit_rlsched import trl as ours
 from lit_rlsched.callbacks import RoundCheckpoint
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving import export
+from lit_rlsched.run.trl_config import by_our_names
 from lit_rlsched.settings import UsageError, trl_names
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +149,7 @@ def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
     renamed = {"max_grad_norm": "gradient_clip_val", "shuffle_dataset": "shuffle"}
     for name, value in {**given, **more}.items():
         assert found[renamed.get(name, name)] == value, name
-    passed_on = {name for owner in ("data", "model") for name in ours._ours(args, owner)}
+    passed_on = {name for owner in ("data", "model") for name in by_our_names(args, owner)}
     elsewhere = {"min_p", "val_num_generations", "prompts_per_round", "steps_per_round"}
     elsewhere |= {"importance_sampling_clip_max", "max_tool_calling_iterations"}
     assert passed_on - elsewhere <= {renamed.get(name, name) for name in (*given, *more)}

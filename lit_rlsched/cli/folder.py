@@ -66,19 +66,8 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
 
     Without `trainer.default_root_dir` this is a new `runs/NAME/version_N`, where NAME joins the
     names of the configuration files. A resumed run stays in its folder. Loggers without a
-    `save_dir` write there too, and a CSV logger is added that writes to `metrics/`.
-
-    Args:
-        config: Configuration of the subcommand. Its `trainer.default_root_dir`, `trainer.logger`
-            and `ckpt_path` are filled in.
-        subcommand: `fit`, `validate`, `test` or `predict`.
-
-    Returns:
-        The folder, or None with `trainer.fast_dev_run`, which writes nothing.
-
-    Raises:
-        FolderInUse: another process uses the folder.
-        UsageError: the folder holds another run, or `ckpt_path` names no checkpoint.
+    `save_dir` write there too, and a CSV logger is added that writes to `metrics/`: the
+    configuration is filled in. None with `trainer.fast_dev_run`, which writes nothing.
     """
     if config.ckpt_path == "best":
         _refuse_best(config)
@@ -106,9 +95,6 @@ def _follow(config: Namespace) -> Path:
     """Return the folder that rank 0 has chosen, and take its checkpoint.
 
     Processes that Lightning starts inherit it. Under torchrun and SLURM all start at once.
-
-    Raises:
-        UsageError: rank 0 cannot tell which folder it chooses.
     """
     if _OF_RANKS in os.environ:
         folder, config.ckpt_path = json.loads(os.environ[_OF_RANKS])

@@ -231,11 +231,7 @@ class RolloutCLI(LightningCLI):
         return self.trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train.
-
-        Raises:
-            SystemExit: SIGTERM or Ctrl-C stopped the run. The exit code is that of the signal.
-        """
+        """Train; a run that SIGTERM or Ctrl-C stopped exits with the code of the signal."""
         with listening(self.trainer) as signals:
             try:
                 self.trainer.fit(**kwargs)
@@ -292,11 +288,7 @@ class _Running:
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line.
-
-    Args:
-        args: Arguments in place of `sys.argv`.
-    """
+    """Run the command line with these arguments, or those of `sys.argv`."""
     sys.path.insert(0, os.getcwd())  # finds reward functions in modules of the working directory
     keep_heap()
     run, given = _Running(), sys.argv[1:] if args is None else args

@@ -139,11 +139,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position.
-
-        Raises:
-            UsageError: the position belongs to other prompts or to another order of them.
-        """
+        """Restore a position; one in other prompts, or in another order of them, is refused."""
         if state["fingerprint"] != self._fingerprint:
             raise UsageError(
                 f"The checkpoint was made with another data set ({state['fingerprint']}) than this "

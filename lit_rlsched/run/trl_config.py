@@ -5,12 +5,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any, NoReturn
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import TrainingArguments
 
-from lit_rlsched.settings import UsageError, counterpart, did_you_mean
+from lit_rlsched.settings import UsageError, counterpart, did_you_mean, trl_names
 
 _FREE = (
     *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -52,6 +53,18 @@ _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The same of the entries of a dict, as text."""
+
+
+_OF_PROCESS = {
+    "world_size": ("WORLD_SIZE", "1"),
+    "process_index": ("RANK", "0"),
+    "local_process_index": ("LOCAL_RANK", "0"),
+}
+"""Properties of the process, and torchrun's variables with their defaults."""
+
+
+_IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
+"""Settings whose values are others here."""
 
 
 @dataclass(init=False)
@@ -96,6 +109,8 @@ class _Settings:
         """Do nothing; a script's own class may call it."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_PROCESS:
+            return int(os.environ.get(*_OF_PROCESS[name]))
         raise AttributeError(f"`{type(self).__name__}` of `lit_rlsched.trl` has no `{name}`")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -139,21 +154,6 @@ class _Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by their names."""
         return {name: getattr(self, name) for name in _fields(type(self))}
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that train."""
-        return int(os.environ.get("WORLD_SIZE", 1))
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return int(os.environ.get("RANK", 0))
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return int(os.environ.get("LOCAL_RANK", 0))
 
 
 _OfTransformers: Any = make_dataclass(
@@ -277,3 +277,14 @@ def _odd_entries(name: str, value: Any) -> dict[str, Any]:
         return {name: value}
     allowed = _ENTRIES[name]
     return {n: v for n, v in given.items() if v not in _OFF and str(v) not in allowed.get(n, ())}
+
+
+def by_our_names(args: Any, owner: str) -> dict[str, Any]:
+    """Return settings of `model`, `data` or a class by our names, where each of TRL's is one."""
+    found = {}
+    for row in chain(*trl_names().values()):
+        theirs, ours = (names.split(", ") for names in row[:2])
+        for name, one in zip(theirs, ours, strict=True) if len(theirs) == len(ours) else ():
+            if one.startswith(f"{owner}.") and name in vars(args) and name not in _IN_OTHER_FORMS:
+                found[one.removeprefix(f"{owner}.")] = getattr(args, name)
+    return found
