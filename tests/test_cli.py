@@ -11,18 +11,16 @@ import yaml
 
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
-    AheadRollout,
+    AsyncRollout,
     DownSampling,
-    DrainFilling,
     DynamicSampling,
-    InFlightUpdates,
     LengthPrediction,
     MicroGroupSampling,
     ParallelismPlanner,
     RolloutLogger,
+    RolloutWindow,
     SortedBatching,
     StreamedTraining,
-    TailBatching,
 )
 from lit_rlsched.cli import summary as cli_summary
 from lit_rlsched.cli.main import main
@@ -394,10 +392,12 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
         (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
         (SortedBatching(), "are drawn again under the new weights"),
         (SortedBatching(mode="partial"), "the others go on under the new weights"),
-        (TailBatching(max_deferrals=8), "run in the next rounds, with the tokens they have"),
-        (DrainFilling(), "slots that are free at the end of a round begin the next one"),
-        (AheadRollout(), "the next round is drawn during the update, and verified"),
-        (InFlightUpdates(), "go on during the update and get its weights after each optimizer st"),
+        (
+            RolloutWindow(),
+            "begin later prompts, which are verified; a round trains in the",
+        ),
+        (RolloutWindow(overtake=2), "the first that are ready; up to 2 rounds overtake a prompt"),
+        (AsyncRollout(), "the next round is drawn during the update; tokens are at most 2 rounds"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),
         (AdaptiveTimeouts(), "1.5 times as long as those of correct completions of its prompt (2 "),

@@ -10,7 +10,7 @@ from lora_policy import with_lora
 from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import AheadRollout, MicroGroupSampling, StreamedTraining
+from lit_rlsched.callbacks import AsyncRollout, MicroGroupSampling, StreamedTraining
 from lit_rlsched.cli.estimate import ADVICE, LiveBytes, PlannedRun, report, storage_bytes, total
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
@@ -413,10 +413,11 @@ def test_gradients_of_streamed_training_are_in_the_rollout(plan):
 def test_an_engine_that_draws_ahead_is_in_the_update(plan):
     engine = ProcessEngine(TransformersEngine())
     plain = items(planned(plan(engine=engine)))
-    ahead = items(planned(plan(engine=engine, callbacks=[AheadRollout()])))
+    ahead = items(planned(plan(engine=engine, callbacks=[AsyncRollout()])))
     for name in ("engine weights", "key-value cache"):
         assert 0 < ahead[name].update == ahead[name].rollout == plain[name].rollout
-    assert ahead["weights of the drafts"].update == ahead["gradients"].update
+    copies = 3  # of the versions up to two rounds old, and of the newest
+    assert ahead["weights of the drafts"].update == copies * ahead["gradients"].update
     assert "weights of the drafts" not in plain
 
 

@@ -15,14 +15,13 @@ import lit_rlsched
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     AdaptiveTimeouts,
-    AheadRollout,
+    AsyncRollout,
     DownSampling,
-    DrainFilling,
     DynamicSampling,
-    InFlightUpdates,
     LengthPrediction,
     ParallelismPlanner,
     RolloutCallback,
+    RolloutWindow,
     SortedBatching,
     StreamedTraining,
     TailBatching,
@@ -153,7 +152,7 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         fit(
             GRPOModule(tiny_model, learning_rate=1e-3),
             [
-                TailBatching(reuse_drafts=True, completion_ratio=1.5),
+                TailBatching(completion_ratio=1.5),
                 DownSampling(keep=2),
                 DynamicSampling(),
                 ParallelismPlanner(),
@@ -164,12 +163,11 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         ),
         fit(
             GRPOModule(tiny_model, **cispo),
-            [StreamedTraining(), AheadRollout()],
+            [StreamedTraining(), RolloutWindow()],
             engine=ProcessEngine(TransformersEngine()),
             **short,
         ),
-        fit(callbacks=[InFlightUpdates(turns=4)], num_engines=2, **short),
-        fit(callbacks=[DrainFilling()], **short),
+        fit(callbacks=[AsyncRollout()], num_engines=2, **short),
     ]
     logged = {key for trainer, _, _ in runs for key in trainer.callback_metrics}
     seen = {
