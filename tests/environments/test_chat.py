@@ -120,7 +120,7 @@ def test_calls_are_those_that_trl_parses(name, cut):
         call.pop("id", None)  # which Gemma 4 reads
     assert message == theirs
     parsed = [each["function"] for each in theirs.get("tool_calls", ())]
-    assert calls == [Call(each["name"], each["arguments"]) for each in parsed]
+    assert (calls or []) == [Call(each["name"], each["arguments"]) for each in parsed]
     assert cut or calls == [Call("add", {"a": 3, "b": "x"})]
 
 
