@@ -205,13 +205,17 @@ def test_replacements_and_early_stops_see_only_the_round_itself(fit, tiny_model)
     """In the data's order; the replaced prompts leave with their round."""
 
     def coin(prompts, completions, **kwargs):
-        return [float(len(c) % 2) * (int(p[0]) % 3 > 0) for p, c in zip(prompts, completions)]
+        return [
+            float(len(c) % 2) * (int(p[0]) % 3 > 0)
+            for p, c in zip(prompts, completions, strict=True)
+        ]
 
     callbacks = [DynamicSampling(), DownSampling(2, early_stop=True)]
     seen, _, _ = run(fit, tiny_model, *callbacks, num_generations=4, reward_funcs=[coin])
     ids = [[g.id for g in r.groups] for r in seen.rounds]
     assert max(map(len, ids)) > 2 and min(map(len, ids)) >= 2
-    assert len({*sum(ids, [])}) == len(sum(ids, []))
+    every = [name for of_round in ids for name in of_round]
+    assert len({*every}) == len(every)
     for round in seen.rounds:
         useful = [
             g for g in round.groups if len({*map(str, (c.scores for c in g.completions))}) > 1
