@@ -74,7 +74,7 @@ def test_the_rule_is_set_once_whatever_callbacks_say_they_set(facts, turn):
         def apply(self, schedule, facts):
             schedule.rule = FullRound(2)
 
-    pair = [Mine(), callbacks.InFlightUpdates()][::turn]
+    pair = [Mine(), callbacks.RolloutWindow()][::turn]
     with pytest.raises(UsageError, match=r"`\w+` with the rule `\w+`: Both decide when a round"):
         make_schedule(pair, facts)
 
