@@ -69,7 +69,7 @@ def test_a_callback_that_inherits_from_another_counts_as_one(facts):
 @pytest.mark.parametrize("turn", [1, -1])
 def test_the_rule_is_set_once_whatever_callbacks_say_they_set(facts, turn):
     class Mine(callbacks.RolloutCallback):
-        sets = "when a round ends"
+        sets = "something else"
 
         def apply(self, schedule, facts):
             schedule.rule = FullRound(2)

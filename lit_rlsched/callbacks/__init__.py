@@ -1,6 +1,6 @@
 """Lightning callbacks: each switches a schedule on, or shows what happens.
 
-Imports `types`, `settings`, `text`, `scheduling`, `rollout`, `training`, `simulation`, `run`.
+Imports `types`, `settings`, `text`, `scheduling`, `training`, `simulation`, `run`.
 """
 
 from lit_rlsched.callbacks.adaptive_timeouts import AdaptiveTimeouts
