@@ -36,10 +36,10 @@ from benchmarks import results, tabular
 from benchmarks.bias_cases import LIMIT, OPEN, VOCAB, Cases, Policy, Schedule, Trained, World
 from benchmarks.bias_cases import reward as reward_of
 from benchmarks.tabular import Tokens
-from lit_rlsched.scheduling.in_flight_updates import WindowedRound
+from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.training.advantages import leave_one_out
 from lit_rlsched.training.losses import policy_loss
 from lit_rlsched.training.round import Round
@@ -73,25 +73,22 @@ SCHEDULES = {
     "full rounds": _full(),
     "`MicroGroupSampling` (one slot)": _full(sees="length", slots=1),
     '`SortedBatching(mode="on_policy")`': _sorted("on_policy"),
-    '`SortedBatching(mode="verified")`': _sorted("verified"),
     '`SortedBatching(mode="partial")`': _sorted("partial"),
     "`TailBatching`": _tail(),
-    "`TailBatching(reuse_drafts=True)`": _tail(reuse_drafts=True),
-    "`TailBatching(max_deferrals=1)`": Schedule(
-        lambda: DeferringTailRound(1, G, 2.0, 1.0, max_deferrals=1), sees="length"
-    ),
     "`TailBatching(completion_ratio=1.5)`": _tail(completions=1.5),
-    "`AheadRollout()`": _full(ahead="verify"),
-    '`AheadRollout(correction="importance")`': _full(ahead="importance"),
+    "`RolloutWindow(2)` (three slots)": Schedule(
+        lambda: WindowRound(1, 2, 0), "length", slots=3, runs=((0, 1), (1, 0))
+    ),
+    "`RolloutWindow(2, overtake=1)`": Schedule(lambda: WindowRound(1, 2, 1), "length"),
+    '`AsyncRollout(1, 2, "wait")`': _full(ahead=True),
     '... `old_logprobs="trainer"`, `"token_truncate"`': _full(
-        ahead="importance", loss=(("importance_sampling_mode", "token_truncate"),)
+        ahead=True, loss=(("importance_sampling_mode", "token_truncate"),)
     ),
     '... `old_logprobs="trainer"`, `"sequence_truncate"`': _full(
-        ahead="importance", loss=(("importance_sampling_mode", "sequence_truncate"),)
+        ahead=True, loss=(("importance_sampling_mode", "sequence_truncate"),)
     ),
-    "`InFlightUpdates(turns=1)`": Schedule(lambda: WindowedRound(1, 2, 3, 1), "length", turns=1),
-    "`DrainFilling` (three slots)": _full(
-        1, sees="length", slots=3, fills_drain=True, runs=((0, 1), (1, 0))
+    '`AsyncRollout(2, too_old="wait")`': Schedule(
+        lambda: WindowRound(1, 2, 1, 9, None, oldest_first=True), "length", ahead=True
     ),
     '`DownSampling(rule="random")`': _selected("random", drop_uninformative=False),
     '`DownSampling(rule="max_variance")`': _selected("max_variance"),
@@ -251,7 +248,7 @@ def expected(schedule: Schedule, policies: Sequence[Policy]) -> Updates:
                 if update:
                     add(rows[number], update, probability, schedule)
                     add(weighted[number], update, probability * len(update), schedule)
-    first, last = int(schedule.ahead is not None), max(rows)
+    first, last = int(schedule.ahead), max(rows)
     parts = [gradient(of, policies, n + first, schedule) for n, of in weighted.items()]
     one = gradient(rows[last], policies, last + first, schedule) / chance[last]
     return Updates(one, np.sum(parts, axis=0) / completions, last + first)

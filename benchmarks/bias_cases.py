@@ -96,15 +96,12 @@ class Schedule:
     """What it sees of a completion before it decides."""
     generations: int = 2
     slots: int = 16
-    ahead: Literal["verify", "importance"] | None = None
-    fills_drain: bool = False
-    """Whether free slots begin completions of the next round."""
+    ahead: bool = False
+    """Whether a round is drawn by the policy before the one that is trained."""
     selection: Selection | None = None
     max_num_gen_batches: int = 1
     loss: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `policy_loss`."""
-    turns: int = 0
-    """Decode steps of a round with the weights of the one before, which come first."""
     runs: tuple[tuple[int, ...], ...] = ((0, 1),)
     """Prompts of each run, in the order of the data; the runs are equally likely."""
     rounds: int | None = None
@@ -145,14 +142,13 @@ class World:
         cut = len(request.prefix_ids)
         if cut and version == self.version:
             return length
-        prompt, turns = request.prompt_ids[0], self.schedule.turns
-        law: Law = self.policy(self.version).laws[prompt]
-        if cut or turns:
+        prompt, newest = request.prompt_ids[0], self.policy(self.version)
+        law: Law = newest.laws[prompt]
+        if cut:
             begun: dict[Tokens, float] = defaultdict(float)
-            for x, w in self.laws[request.id].items() if cut else [((), 1.0)]:
+            for x, w in self.laws[request.id].items():
                 begun[x[:cut]] += w
-            old, new = (self.policy(max(0, self.version - n)).tables[prompt] for n in (1, 0))
-            law = tabular.completed(new, tabular.completed(old, begun, LIMIT, turns), LIMIT)
+            law = tabular.completed(newest.tables[prompt], begun, LIMIT)
         return self._settle(request.id, {(x, cut): w for x, w in law.items()})[0]
 
     def _settle(self, name: str, law: dict[tuple[Tokens, int], float]) -> tuple[int, int]:
@@ -200,19 +196,11 @@ class World:
         hooks.is_replaced = lambda group: is_uninformative(group, [1.0])  # type: ignore[method-assign]
         hooks.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
         hooks.max_num_gen_batches = batches
-        hooks.drafts_next = "cut" if how.fills_drain else None
         visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
         planner = RoundPlanner(RolloutBuffer(), Sampling(LIMIT), how.generations)
         planner.source = Prompts(visits)  # type: ignore[assignment]
         runner, rule = RoundRunner(planner), how.rule()
-        if how.ahead == "verify":
-            groups = planner.plan(rule)
-            for _ in session.rollout(groups, 0):
-                pass
-            for completion in (c for group in groups for c in group.completions):
-                completion.put_off()
-            planner.pool.settle(groups, groups)
-        number = 1 if how.ahead == "verify" else 0
+        number = 0
         while how.rounds is None or number < how.rounds:
             self.version = number
             drawn = runner.run(session, rule, number, number, hooks)
@@ -231,12 +219,7 @@ class World:
 
     def _old(self, completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
         spans = completion.segments
-        if self.schedule.ahead == "importance":
-            return tuple(spans)
-        old = [span for span in spans if span[0] < version]
-        if version and self.schedule.turns:
-            old.append((version - 1, self.schedule.turns))
-        return tuple(old)
+        return tuple(span for span in spans if self.schedule.ahead or span[0] < version)
 
 
 @cache

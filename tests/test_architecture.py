@@ -69,12 +69,12 @@ def test_a_callback_that_inherits_from_another_counts_as_one(facts):
 @pytest.mark.parametrize("turn", [1, -1])
 def test_the_rule_is_set_once_whatever_callbacks_say_they_set(facts, turn):
     class Mine(callbacks.RolloutCallback):
-        sets = "when a round ends"
+        sets = "something else"
 
         def apply(self, schedule, facts):
             schedule.rule = FullRound(2)
 
-    pair = [Mine(), callbacks.InFlightUpdates()][::turn]
+    pair = [Mine(), callbacks.RolloutWindow()][::turn]
     with pytest.raises(UsageError, match=r"`\w+` with the rule `\w+`: Both decide when a round"):
         make_schedule(pair, facts)
 

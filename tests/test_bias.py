@@ -9,11 +9,10 @@ MOVING = policies(0.05)
 ALWAYS = [
     "full rounds",
     "`MicroGroupSampling` (one slot)",
-    "`AheadRollout()`",
-    "`DrainFilling` (three slots)",
+    "`RolloutWindow(2)` (three slots)",
     '`DownSampling(rule="random")`',
 ]
-OVER_A_POOL = ['`SortedBatching(mode="verified")`', "`TailBatching(reuse_drafts=True)`"]
+OVER_A_POOL = ["`RolloutWindow(2, overtake=1)`"]
 NEVER = [
     '`SortedBatching(mode="on_policy")`',
     '`DownSampling(rule="max_variance")`',
@@ -42,7 +41,7 @@ def test_biased_over_a_pool_too(name):
 
 
 def test_stale_completions_are_biased_where_the_policy_moves():
-    figures = measure(SCHEDULES['`AheadRollout(correction="importance")`'], MOVING)
+    figures = measure(SCHEDULES['`AsyncRollout(1, 2, "wait")`'], MOVING)
     assert figures["bias of an update"] < 1e-12 and figures["bias, policy moves"] > 0.05
     whole = measure(SCHEDULES['... `old_logprobs="trainer"`, `"sequence_truncate"`'], MOVING)
     assert whole["bias, policy moves"] < 1e-12  # no ratio reaches the maximum

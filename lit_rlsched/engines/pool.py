@@ -312,6 +312,8 @@ class PoolWorker(Worker):
             self._window = WINDOW if waits else None
             for worker in self.workers:
                 worker.allow(self._window)
+        elif waits:
+            self._window = 1  # no engine skips a turn in which a request could move
 
     def _move(self) -> bool:
         """Move waiting requests to free slots; return whether requests still wait."""

@@ -1,6 +1,6 @@
 """Block verification of a draft (arXiv 2403.10444): which prefix of it is kept, and what follows.
 
-The method, its cost and its exactness are described in `docs/explanation/rollpacker.md`.
+The method, its cost and its exactness are described in `docs/explanation/rollout_window.md`.
 """
 
 from array import array

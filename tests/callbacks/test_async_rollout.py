@@ -240,7 +240,11 @@ def test_defaults(fit, tiny_model):
 @pytest.mark.parametrize(
     ("how", "callbacks", "match"),
     [
-        ({"prompts_in_flight": 1}, [], r"prompts=1, max_staleness=2\)`: .* use 2 or more"),
+        (
+            {"prompts_in_flight": 1},
+            [],
+            r"prompts_in_flight=1, max_staleness=2\)`: .* use 2 or more",
+        ),
         ({"prompts_in_flight": 5, "too_old": "wait"}, [], r"use 2 to 4, or a larger `max_stal"),
         ({}, [StreamedTraining()], r"`AsyncRollout` with `StreamedTraining`"),
         ({}, [DynamicSampling()], r"`DynamicSampling` with a window in which prompts overtake"),

@@ -214,8 +214,8 @@ def test_replacements_and_early_stops_see_only_the_round_itself(fit, tiny_model)
     seen, _, _ = run(fit, tiny_model, *callbacks, num_generations=4, reward_funcs=[coin])
     ids = [[g.id for g in r.groups] for r in seen.rounds]
     assert max(map(len, ids)) > 2 and min(map(len, ids)) >= 2
-    trained = [name for of in ids for name in of]
-    assert len({*trained}) == len(trained)
+    every = [name for of_round in ids for name in of_round]
+    assert len({*every}) == len(every)
     for round in seen.rounds:
         useful = [
             g for g in round.groups if len({*map(str, (c.scores for c in g.completions))}) > 1
