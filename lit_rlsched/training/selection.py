@@ -37,14 +37,9 @@ def count_drops(round: Round) -> Counter[str]:
     return Counter(f"dropped/{why}" for why in reasons)
 
 
-def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
-    """Rewards by index in the group, NaN where there is none."""
-    return reward_matrix([group], weights)[0].numpy()
-
-
 def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
     """Whether a scored group has no differing rewards; if so, drop it."""
-    rewards = group_rewards(group, weights)
+    rewards = reward_matrix([group], weights)[0].numpy()
     if informative(rewards):
         return False
     drop(group, rewards, "uninformative")
@@ -106,7 +101,7 @@ class Stop:
 
     def stops(self, group: Group) -> bool:
         """Whether half of the `keep` have the minimum reward and the others the maximum."""
-        rewards = group_rewards(group, self._weights)
+        rewards = reward_matrix([group], self._weights)[0].numpy()
         rewards = rewards[np.isfinite(rewards)]
         slack = 1e-9 * (self.high - self.low)  # for rounding of weighted sums
         if (rewards < self.low - slack).any() or (rewards > self.high + slack).any():

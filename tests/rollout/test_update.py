@@ -96,7 +96,7 @@ def test_parts_are_valued_as_the_whole_is():
 
 def test_a_part_of_a_step_divides_by_what_it_is_told():
     update, some = update_of(), round_of(group("a", 0.0, 1.0))
-    part = update.part_of_step(some, (8, 64))
+    part = update._step_of(some.groups, some.version, divisor=(8, 64))
     assert (part.divisor.sequences, part.divisor.tokens) == (8, 64)
     some.accumulated = [part]
     step = update.step(some, 0)
