@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -55,10 +55,7 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
         UsageError: If a group has fewer than two completions or `scale_rewards` is unknown.
     """
     _check_groups(rewards)
-    if scale_rewards not in get_args(ScaleRewards):
-        raise UsageError(
-            f"`scale_rewards={scale_rewards!r}` is unknown. Use 'group', 'batch' or 'none'."
-        )
+    check_choice("group_relative", "scale_rewards", scale_rewards, get_args(ScaleRewards))
     scaled, unit = _scaled(rewards)
     advantages = _deviations(scaled)
     if scale_rewards == "none":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lit_rlsched.settings import UsageError, check_ranges
+from lit_rlsched.settings import UsageError, check_choice, check_ranges
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
 ImportanceSamplingMode = Literal[
@@ -163,17 +163,11 @@ def check_loss_settings(
     """Refuse settings of `policy_loss` that are out of range or contradict each other."""
     check_ranges("PolicyModule", locals(), "policy_loss")
     modes = (*get_args(ImportanceSamplingMode), None)
+    check_choice("policy_loss", "loss_type", loss_type, get_args(LossType))
+    check_choice("policy_loss", "importance_sampling_mode", importance_sampling_mode, modes)
     upper = epsilon if epsilon_high is None else epsilon_high
     rloo, cispo = loss_type == "rloo", loss_type == "cispo"
     for refused, message in (
-        (
-            loss_type not in get_args(LossType),
-            f"`{loss_type=}` is unknown. Use one of {list(get_args(LossType))}.",
-        ),
-        (
-            importance_sampling_mode not in modes,
-            f"`{importance_sampling_mode=}` is unknown. Use one of {list(modes)}.",
-        ),
         (
             cispo and (epsilon_high is None or epsilon_high < 1),
             f"`loss_type='cispo'` limits the ratio itself to `{epsilon_high=}`, which must be at "

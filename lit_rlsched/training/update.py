@@ -16,8 +16,7 @@ from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.round import NONFINITE, Round, cells, reward_matrix, set_advantages
-from lit_rlsched.training.run_settings import RunSettings
-from lit_rlsched.training.schedule import Schedule
+from lit_rlsched.training.schedule import RunSettings, Schedule
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Sample, stable_hash
 
@@ -107,19 +106,13 @@ class Update:
         return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
     def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
-        """Accumulate this rank's share of the gradients; a task of the team.
-
-        For `divisor` see `OptimizerStep`; `first` is that of `Learner.accumulate`.
-        """
+        """Accumulate this rank's share of the gradients, as `Learner.accumulate` does; a task."""
         step = self._step_of(part.groups, part.version, divisor=divisor)
         self.learner.accumulate(step, first)
         return step
 
     def accumulate_again(self, round: Round, taken: int) -> None:
-        """Recompute the gradients that a resumed round has lost, each rank its share.
-
-        Nothing is lost if a step of the round is `taken`, or if the learner takes the whole update.
-        """
+        """Recompute the gradients that a resumed round has lost, each rank its share."""
         if round.lost is None or taken or self.learner.streaming_obstacle() is not None:
             return
         groups = {group.id: group for group in round.groups}

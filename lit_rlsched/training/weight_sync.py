@@ -167,30 +167,32 @@ class WeightSync:
             RunFailed: If an engine does not decode with the trained weights.
         """
         drawn = self._engine.each(lambda engine: self._draw(engine, version, TOKENS))
-        return max(self._check(version, index, self._gap(d)) for index, d in enumerate(drawn))
-
-    def _check(self, version: int, index: int, gap: Tensor) -> float:
         ours, theirs = self._spec.dtype, self._engine.cache_dtype(self._spec)
-        if gap.mean() <= tolerance(ours, theirs, self._spec.device):
-            return float(gap.max())
-        engine, gaps = self._engine.engines[index], list[Tensor]()
-        each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
-        while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
-            gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
-        gap = torch.cat(gaps)
-        mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
-        if not mean <= allowed:
-            engines = len(self._engine.engines)
-            raise RunFailed(
-                f"{engine_name(index, engines).capitalize()} does not decode with the weights that "
-                "are trained: after the weight "
-                f"sync its log-probs differ from the trainer's by {mean:.2e} on average (of "
-                f"{len(gap)} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
-                f"allowed between {ours} and {theirs} on {self._spec.device.type}). Check that "
-                "engine and trainer load the same `model`, and the engine's version; "
-                "`verify_sync=False` switches this check off."
-            )
-        return float(gap.max())
+        largest = []
+        for index, (engine, completions) in enumerate(
+            zip(self._engine.engines, drawn, strict=True)
+        ):
+            gap = self._gap(completions)
+            if not gap.mean() <= tolerance(ours, theirs, self._spec.device):
+                gaps: list[Tensor] = []
+                each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
+                while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
+                    gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
+                gap = torch.cat(gaps)
+                mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
+                if not mean <= allowed:
+                    name = engine_name(index, len(drawn)).capitalize()
+                    raise RunFailed(
+                        f"{name} does not decode with the weights that are trained: after the "
+                        f"weight sync its log-probs differ from the trainer's by {mean:.2e} on "
+                        f"average (of {len(gap)} tokens, each counted with {MOST_OF_ONE} at most; "
+                        f"{allowed:.0e} allowed between {ours} and {theirs} on "
+                        f"{self._spec.device.type}). Check that engine and trainer load the same "
+                        "`model`, and the engine's version; `verify_sync=False` switches this "
+                        "check off."
+                    )
+            largest.append(float(gap.max()))
+        return max(largest)
 
     def _gap(self, drawn: Sequence[Completion]) -> Tensor:
         """Absolute differences of the tokens of all prompts, one after the other."""
