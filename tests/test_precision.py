@@ -89,13 +89,11 @@ def test_a_cast_model_is_what_transformers_loads_in_bfloat16(folder):
     module = GRPOModule(folder, beta=0.1)
     module.configure_model()  # in float32: no Trainer says otherwise
     HalfPrecision("bf16-true").convert_module(module)
-    with module._reference_model() as reference:
-        for model in (module.model, reference):
-            same_buffers(model, expected)
-            assert torch.equal(logits(model), logits(expected))
-        again = reference
-    with module._reference_model() as reference:
-        assert reference is again
+    (reference,) = module._reference
+    assert to_like(reference, next(module.parameters())) is reference
+    for model in (module.model, reference):
+        same_buffers(model, expected)
+        assert torch.equal(logits(model), logits(expected))
 
 
 def test_adapters_stay_in_float32_on_a_half_base(folder):
