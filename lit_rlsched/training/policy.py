@@ -81,22 +81,41 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32, **kwargs: object
 
 def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedModel:
     _check_files(model)
-    with _naming(model):
+    try:
         config = AutoConfig.from_pretrained(model, **kwargs)
-    for part in (config, config.get_text_config()):
-        if (quantized := getattr(part, "quantization_config", None)) is not None:
-            raise UsageError(
-                f"`model={model}`: its weights are quantised (`quantization_config` in "
-                f"config.json: {quantized}), and these can be neither trained nor loaded into the "
-                "engine. Use the model that they were made from, or write one: `from_pretrained` "
-                "with `dequantize=True` in its `quantization_config`, then `save_pretrained`."
-            )
-    for part, name, rate in noise(config):
-        setattr(part, name, type(rate)(0))
-    with _naming(model):
+        for part in (config, config.get_text_config()):
+            if (quantized := getattr(part, "quantization_config", None)) is not None:
+                raise UsageError(
+                    f"`model={model}`: its weights are quantised (`quantization_config` in "
+                    f"config.json: {quantized}), and these can be neither trained nor loaded into "
+                    "the engine. Use the model that they were made from, or write one: "
+                    "`from_pretrained` with `dequantize=True` in its `quantization_config`, then "
+                    "`save_pretrained`."
+                )
+        for part, name, rate in noise(config):
+            setattr(part, name, type(rate)(0))
         if torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
         return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, **kwargs)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        if "requires `accelerate`" in str(error):
+            raise UsageError(
+                "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
+            ) from error
+        wrong = "transformers cannot load a causal language model from this folder."
+        if not Path(model).is_dir():
+            wrong = (
+                "neither a checkpoint folder here nor a model on the hub. Check the spelling and "
+                "the working directory."
+            )
+        elif not (Path(model) / "config.json").is_file():
+            wrong = (
+                "the folder has no config.json. Give a folder that `save_pretrained` or "
+                "`lit-rlsched export` wrote."
+            )
+        raise UsageError(f"`model={model}`: {wrong} ({error})") from error
 
 
 def _check_files(model: str) -> None:
@@ -119,29 +138,6 @@ def _check_files(model: str) -> None:
         raise UsageError(
             f"`model={model}`: no such folder. Give a checkpoint folder or a hub name."
         )
-
-
-@contextmanager
-def _naming(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if "requires `accelerate`" in str(error):
-            raise UsageError(
-                "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
-            ) from error
-        wrong = "transformers cannot load a causal language model from this folder."
-        if not Path(model).is_dir():
-            wrong = (
-                "neither a checkpoint folder here nor a model on the hub. Check the spelling and "
-                "the working directory."
-            )
-        elif not (Path(model) / "config.json").is_file():
-            wrong = (
-                "the folder has no config.json. Give a folder that `save_pretrained` or "
-                "`lit-rlsched export` wrote."
-            )
-        raise UsageError(f"`model={model}`: {wrong} ({error})") from error
 
 
 def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
