@@ -25,7 +25,7 @@ from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import KnownArguments, arguments_checked
-from lit_rlsched.training.run_settings import EvaluationSettings, RunSettings, ToolSettings
+from lit_rlsched.training.schedule import EvaluationSettings, RunSettings, ToolSettings
 from lit_rlsched.types import Sampling
 
 

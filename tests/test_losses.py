@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_rlsched.training.losses import (
     LossOutput,
+    check_loss_settings,
     divides_by,
     policy_loss,
     rollout_correction,
@@ -307,13 +308,6 @@ def test_any_cut_into_micro_batches_is_the_same_step(
         torch.testing.assert_close(torch.as_tensor(combined, dtype=value.dtype), value, msg=name)
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_bnpo_is_the_mean_over_the_tokens(tokens: int) -> None:
-    logp = -torch.ones(1, tokens).double()
-    output = policy_loss(logp, tensor(2.0), torch.ones(1, tokens), loss_type="bnpo")
-    assert output.loss.item() == pytest.approx(-2.0)
-
-
 @every_loss
 def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
     batch = random_batch()
@@ -322,3 +316,21 @@ def test_inputs_are_untouched_and_metrics_detached(loss_type: str) -> None:
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
     assert output.loss.dim() == 0
     assert all(v.dim() == 0 and not v.requires_grad for v in output.metrics.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.0, "epsilon_high": 0.0, "beta": 0.0},
+        {"loss_type": "cispo", "epsilon_high": 1.0},
+        {"delta": 1.21},
+        {"delta": 1.6, "epsilon_high": 0.5},
+        {"importance_sampling_clip_max": 0.01},
+        {"loss_type": "gspo", "delta": 2.0},
+        {"loss_type": "rloo", "importance_sampling_mode": "sequence_truncate"},
+        {"loss_type": "rloo", "importance_sampling_mode": None},
+        {"importance_sampling_mode": "token_mask"},
+    ],
+)
+def test_settings_at_their_bounds(settings: dict[str, Any]) -> None:
+    check_loss_settings(**{"loss_type": "dapo", **settings})

@@ -14,7 +14,7 @@ from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.text import counted, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
-from lit_rlsched.training.run_settings import RunSettings
+from lit_rlsched.training.schedule import RunSettings
 
 WIDTH = 100
 """Number of characters of a line."""

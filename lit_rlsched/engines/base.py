@@ -34,7 +34,7 @@ class RolloutEngine(RemembersInit, ABC):
     `max_tensor_parallel_size` above 1 takes a new value at its next `start`."""
     enable_lora = False
     """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
-    adapters alone (`training.adapters.named_adapters`)."""
+    adapters alone (`training.policy.named_adapters`)."""
     weight_transfer: str | None = None
     """`ipc` or `nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
     ends_with_process = False

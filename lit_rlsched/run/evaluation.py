@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 from lit_rlsched.run.trainer import is_partial_check, log_now
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.round import no_rewards, reward_matrix
-from lit_rlsched.training.run_settings import EvaluationSettings
+from lit_rlsched.training.schedule import EvaluationSettings
 from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 

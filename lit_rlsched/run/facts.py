@@ -11,8 +11,7 @@ from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.switches import class_names
 from lit_rlsched.settings import plain
 from lit_rlsched.training.learner import Learner, PlainLearner
-from lit_rlsched.training.run_settings import RunSettings, ToolSettings
-from lit_rlsched.training.schedule import RunFacts
+from lit_rlsched.training.schedule import RunFacts, RunSettings, ToolSettings
 from lit_rlsched.types import Sampling
 
 

@@ -23,7 +23,7 @@ from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoi
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
-from lit_rlsched.training.run_settings import RunSettings
+from lit_rlsched.training.schedule import RunSettings
 
 _LIBRARIES = {
     **{name: name for name in ("torch", "transformers", "lightning")},

@@ -24,7 +24,7 @@ from lit_rlsched.ranks import DistributedTeam, Team
 from lit_rlsched.run.run_config import shared_config
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import fingerprint
-from lit_rlsched.training.run_settings import RunSettings
+from lit_rlsched.training.schedule import RunSettings
 from lit_rlsched.types import Prompt
 
 SEEN = 10.0

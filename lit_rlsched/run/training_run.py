@@ -47,8 +47,7 @@ from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.rounds import TrainingRounds
-from lit_rlsched.training.run_settings import RunSettings
-from lit_rlsched.training.schedule import RunFacts, Schedule
+from lit_rlsched.training.schedule import RunFacts, RunSettings, Schedule
 from lit_rlsched.training.update import Update
 
 T = TypeVar("T")

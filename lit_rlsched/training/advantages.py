@@ -5,12 +5,12 @@ only scored completion of a group. Statistics are computed in float64 and do not
 rewards; an infinite reward counts as missing.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, check_choice
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -55,19 +55,13 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
         UsageError: If a group has fewer than two completions or `scale_rewards` is unknown.
     """
     _check_groups(rewards)
+    check_choice("group_relative", "scale_rewards", scale_rewards, get_args(ScaleRewards))
     scaled, unit = _scaled(rewards)
     advantages = _deviations(scaled)
-    if scale_rewards == "group":
-        advantages = advantages / (_nanstd(scaled) + STD_EPSILON / unit)
-    elif scale_rewards == "batch":
-        advantages = advantages / (_nanstd(scaled.reshape(1, -1)) + STD_EPSILON / unit)
-    elif scale_rewards == "none":
-        advantages = advantages * unit
-    else:
-        raise UsageError(
-            f"`scale_rewards={scale_rewards!r}` is unknown. Use 'group', 'batch' or 'none'."
-        )
-    return _zero_where_unscored(advantages).to(rewards.dtype)
+    if scale_rewards == "none":
+        return _zero_where_unscored(advantages * unit).to(rewards.dtype)
+    spread = _nanstd(scaled if scale_rewards == "group" else scaled.reshape(1, -1))
+    return _zero_where_unscored(advantages / (spread + STD_EPSILON / unit)).to(rewards.dtype)
 
 
 def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
@@ -89,11 +83,11 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
     # A single score gives 0 / 0 = NaN, so advantage 0.
     above = _above_lowest(scaled)
     advantages = above - (above.nansum(dim=1, keepdim=True) - above) / others
-    if normalize:
-        # Each group's advantages sum to zero, so there is no mean to subtract.
-        spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
-        return _zero_where_unscored(advantages / spread).to(rewards.dtype)
-    return _zero_where_unscored(advantages * unit).to(rewards.dtype)
+    if not normalize:
+        return _zero_where_unscored(advantages * unit).to(rewards.dtype)
+    # Each group's advantages sum to zero, so there is no mean to subtract.
+    spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
+    return _zero_where_unscored(advantages / spread).to(rewards.dtype)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:

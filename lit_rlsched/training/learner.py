@@ -63,26 +63,24 @@ def half_learner(module: object) -> str | None:
     """Return a warning for a module that defines some members of `Learner`, but not all."""
     defined = [name for name, value in vars(Learner).items() if callable(value)]
     names = [*Learner.__annotations__, *(n for n in defined if not n.startswith("_"))]
-    missing = [name for name in names if not hasattr(module, name)]
-    if not missing or len(missing) == len(names):
+    found, missing = (
+        [f"`{name}`" for name in names if hasattr(module, name) is has] for has in (True, False)
+    )
+    if not found or not missing:
         return None
-    found = [name for name in names if name not in missing]
     return (
-        f"`{type(module).__name__}` defines {_listed(found)}, but not {_listed(missing)}, so it is "
-        "trained as a module that defines none of them: with GRPO's advantages, and without a call "
-        "of these methods. Define all members of `lit_rlsched.training.learner.Learner`, or give "
-        "yours other names."
+        f"`{type(module).__name__}` defines {', '.join(found)}, but not {', '.join(missing)}, so "
+        "it is trained as a module that defines none of them: with GRPO's advantages, and without "
+        "a call of these methods. Define all members of `lit_rlsched.training.learner.Learner`, or "
+        "give yours other names."
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-class PlainLearner:
+class PlainLearner(Learner):
     """Stands in for a LightningModule that knows nothing of rollouts.
 
-    Advantages are those of GRPO, and old log-probs are the engine's.
+    Advantages are those of GRPO, old log-probs are the engine's, and no prompt is shared, because
+    `training_step` expects one completion per row of `input_ids`.
     """
 
     needs_reference = False
@@ -92,14 +90,8 @@ class PlainLearner:
     def streaming_obstacle(self) -> str | None:
         return "it takes its micro-batches in `training_step`, after the whole update is drawn"
 
-    def accumulate(self, step: OptimizerStep, first: bool) -> None:
-        raise NotImplementedError
-
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         return False  # `score` returns them
-
-    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
-        return None  # `training_step` expects one completion per row of `input_ids`
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         return {"old_logprobs": batch.rollout_logp}

@@ -19,30 +19,13 @@ ADAPTER, REFERENCE = "default", "reference"
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of peft's `init_lora_weights` that leave the base weights as they are."""
 
-_PLAIN = (
-    "task_type",
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "fan_in_fan_out",
-    "init_lora_weights",
-    "eva_config",
-    "megatron_core",
-    "ensure_weight_tying",
-)
+_PLAIN = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "megatron_core"),
+    *("base_model_name_or_path", "revision", "inference_mode", "init_lora_weights", "eva_config"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("fan_in_fan_out", "ensure_weight_tying"),
+}
 """Settings of an adapter with which it is a sum of two matrices' products and the base."""
 MERGE = (
     "Merge it into its base first (`peft.AutoPeftModelForCausalLM.from_pretrained(...)"
@@ -53,6 +36,15 @@ MERGE = (
 def base_model(policy: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside a PEFT wrapper, or the policy itself."""
     return policy.get_base_model() if hasattr(policy, "get_base_model") else policy  # type: ignore[operator]
+
+
+def language_models(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the Hugging Face models in a module, PEFT wrappers included."""
+    if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config"):
+        yield module
+    else:
+        for child in module.children():
+            yield from language_models(child)
 
 
 def add_lora(
@@ -229,18 +221,15 @@ def load_adapter(policy: Any, model: str) -> None:
     """Load the weights of the adapter."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
+    misfit = f"`model={model}`: the weights of the adapter do not fit its config and base"
     try:
         result = set_peft_model_state_dict(policy, load_peft_weights(model, device="cpu"))
-        missing = [name for name in result.missing_keys if "lora_" in name]
-        wrong = [*missing, *result.unexpected_keys]
     except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{misfit} ({error}).") from error
+    missing = [name for name in result.missing_keys if "lora_" in name]
+    if wrong := [*missing, *result.unexpected_keys]:
         raise UsageError(
-            f"`model={model}`: the weights of the adapter do not fit its config and base ({error})."
-        ) from error
-    if wrong:
-        raise UsageError(
-            f"`model={model}`: the weights of the adapter do not fit its config and base: "
-            f"{len(wrong)} are missing or left over, the first is {wrong[0]}."
+            f"{misfit}: {len(wrong)} are missing or left over, the first is {wrong[0]}."
         )
 
 

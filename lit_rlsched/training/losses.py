@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lit_rlsched.settings import UsageError, check_ranges
+from lit_rlsched.settings import UsageError, check_choice, check_ranges
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"]
 ImportanceSamplingMode = Literal[
@@ -110,7 +110,12 @@ def policy_loss(
     # Multiplying by a zero mask would not remove NaN from padding.
     logp = logp.masked_fill(~valid, 0.0)
     old_logp = logp.detach() if old_logp is None else old_logp.masked_fill(~valid, 0.0)
-    ratio = _policy_ratio(logp - old_logp, valid, loss_type)
+    log_ratio = logp - old_logp
+    if loss_type in ("gspo", "rloo"):  # one ratio for a sequence, `[B, 1]`
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    if loss_type == "gspo":
+        log_ratio = log_ratio / valid.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio = log_ratio.exp()
     advantages = advantages.unsqueeze(1)
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
 
@@ -119,7 +124,9 @@ def policy_loss(
         clipped = (ratio > epsilon_high) & (advantages > 0)
         metrics = {"cispo_clip_ratio": _token_mean(clipped, valid)}
     else:
-        loss = _clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
+        clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+        limited = ratio if delta is None else ratio.clamp(max=delta)
+        loss = -torch.min(limited * advantages, clipped * advantages)
         metrics = _clip_metrics(ratio, advantages, valid, epsilon, epsilon_high)
     if rollout_logp is not None and importance_sampling_mode is not None:
         weight, sampling_metrics = rollout_correction(
@@ -128,7 +135,14 @@ def policy_loss(
         loss = loss * weight
         metrics |= sampling_metrics
     if beta > 0.0:
-        kl = _k3(logp, ref_logp, valid) * ratio
+        if ref_logp is None:
+            raise UsageError(
+                "`beta > 0` adds a KL term, which needs `ref_logp`, the log-probabilities under "
+                "the reference model. Pass them, or set `beta=0.0`."
+            )
+        # Schulman's k3, a non-negative estimate of KL(policy, reference) per token
+        difference = (ref_logp - logp).masked_fill(~valid, 0.0)
+        kl = (difference.exp() - difference - 1) * ratio
         loss = loss + beta * kl
         metrics["kl"] = _token_mean(kl, valid)
     metrics["policy_loss"] = _token_mean(loss, valid)
@@ -149,17 +163,11 @@ def check_loss_settings(
     """Refuse settings of `policy_loss` that are out of range or contradict each other."""
     check_ranges("PolicyModule", locals(), "policy_loss")
     modes = (*get_args(ImportanceSamplingMode), None)
+    check_choice("policy_loss", "loss_type", loss_type, get_args(LossType))
+    check_choice("policy_loss", "importance_sampling_mode", importance_sampling_mode, modes)
     upper = epsilon if epsilon_high is None else epsilon_high
     rloo, cispo = loss_type == "rloo", loss_type == "cispo"
     for refused, message in (
-        (
-            loss_type not in get_args(LossType),
-            f"`{loss_type=}` is unknown. Use one of {list(get_args(LossType))}.",
-        ),
-        (
-            importance_sampling_mode not in modes,
-            f"`{importance_sampling_mode=}` is unknown. Use one of {list(modes)}.",
-        ),
         (
             cispo and (epsilon_high is None or epsilon_high < 1),
             f"`loss_type='cispo'` limits the ratio itself to `{epsilon_high=}`, which must be at "
@@ -215,36 +223,6 @@ def rollout_correction(
         "sampling/sampling_logp_difference/max": -_minimum(-difference.abs(), scored),
     }
     return weight, metrics
-
-
-def _policy_ratio(log_ratio: Tensor, valid: Tensor, loss_type: LossType) -> Tensor:
-    """`[B, C]`, or `[B, 1]` for the loss types with one ratio per sequence."""
-    if loss_type not in ("gspo", "rloo"):
-        return log_ratio.exp()
-    total = log_ratio.sum(dim=1, keepdim=True)
-    if loss_type == "gspo":
-        total = total / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    return total.exp()
-
-
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None
-) -> Tensor:
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    if delta is not None:
-        ratio = ratio.clamp(max=delta)
-    return -torch.min(ratio * advantages, clipped * advantages)
-
-
-def _k3(logp: Tensor, ref_logp: Tensor | None, valid: Tensor) -> Tensor:
-    """Schulman's non-negative estimate of KL(policy, reference) per token."""
-    if ref_logp is None:
-        raise UsageError(
-            "`beta > 0` adds a KL term, which needs `ref_logp`, the log-probabilities under the "
-            "reference model. Pass them, or set `beta=0.0`."
-        )
-    difference = (ref_logp - logp).masked_fill(~valid, 0.0)
-    return difference.exp() - difference - 1
 
 
 def divides_by(loss_type: LossType) -> Literal["sequences", "tokens"]:

@@ -337,9 +337,8 @@ def share_prompts(
 ) -> list[PromptRow]:
     """Put completions of a group into one row where that is cheaper than a row for each.
 
-    A group's completions are sorted by length and split into rows at the least total cost. A row
-    with several completions has at most `micro_batch_tokens` and `MASKED_POSITIONS` positions.
-    Without a `cost` nothing is shared.
+    A row with several completions has at most `micro_batch_tokens` and `MASKED_POSITIONS`
+    positions. Without a `cost` nothing is shared.
     """
     if cost is None:
         return [PromptRow((sample,)) for sample in samples]
@@ -384,13 +383,12 @@ def split_by_tokens(
 ) -> list[list[T]]:
     """Sort rows by length and split them into runs of at most `micro_batch_tokens` positions.
 
-    The split minimises padded positions plus a price per micro-batch; rows of equal length keep
-    their order. A pass costs about as much as 1/256 of all positions on the quick task; with this
-    price padding stays below 5 % there and hardly depends on `micro_batch_tokens`. `least_price`
-    is a lower bound of it, for calls that compute only a part of a round.
+    The split minimises padded positions plus a price per micro-batch, of which `least_price` is a
+    lower bound for calls that compute only a part of a round.
     """
     rows = sorted(rows, key=len)
     lengths = [len(row) for row in rows]
+    # a pass costs about as much as 1/256 of all positions on the quick task
     price = max(sum(lengths) // 256, least_price)
 
     def costs(end: int) -> Iterator[tuple[float, int]]:

@@ -140,15 +140,23 @@ def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None
     A `GradScaler` skips such a step and halves its scale, so the gradient itself is wrong only if
     that did not help with a scale below 1.
     """
-    if math.isfinite(norm):
-        return
-    if loss_scale(trainer) >= 1 and _scaler(trainer) is not None:
+    scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+    if math.isfinite(norm) or (scaled and loss_scale(trainer) >= 1):
         return
     run = getattr(getattr(trainer, "datamodule", None), "run", None)
-    round = getattr(run, "current", None)
+    round: Round | None = getattr(run, "current", None)
+    seen = ""
+    if round is not None:
+        scores = [s for c in round.completions for s in c.scores or () if s is not None]
+        advantages = [c.advantage for c in round.completions]
+        rewards, given = (
+            f"{min(values):.4g} to {max(values):.4g}" if values else "none"
+            for values in (scores, advantages)
+        )
+        seen = f"; round {round.ordinal}: rewards {rewards}, advantages {given}"
     raise FloatingPointError(
         f"The gradient of optimizer step {trainer.global_step} is not finite (norm {float(norm)}, "
-        f"loss {float(loss):.4g}{_rewards(round)}). The step was not taken, so the weights are "
+        f"loss {float(loss):.4g}{seen}). The step was not taken, so the weights are "
         "unchanged. Look at rewards and losses of the last rounds; a lower learning rate, "
         "`gradient_clip_val`, bounded rewards or a higher precision may help. Resume from the last "
         "checkpoint."
@@ -157,48 +165,18 @@ def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None
 
 def loss_scale(trainer: Trainer) -> float:
     """Factor by which a `GradScaler` multiplies losses; 1 without one."""
-    scaler = _scaler(trainer)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
-
-
-def _scaler(trainer: Trainer) -> Any:
-    return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _rewards(round: Round | None) -> str:
-    if round is None:
-        return ""
-    scores = [s for c in round.completions for s in c.scores or () if s is not None]
-    advantages = [c.advantage for c in round.completions]
-    return f"; round {round.ordinal}: rewards {_range(scores)}, advantages {_range(advantages)}"
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.4g} to {max(values):.4g}" if values else "none"
 
 
 @torch.no_grad()
 def not_finite(policy: nn.Module, trained_only: bool = False) -> list[str]:
     """Return the names of weights of which this rank's part holds NaN or infinity."""
-    return [
-        name
-        for name, weight in policy.named_parameters()
-        if (weight.requires_grad or not trained_only) and not _finite(local(weight))
-    ]
-
-
-def refuse_weights(wrong: Sequence[str]) -> None:
-    """Stop before weights that are not finite are used."""
-    if wrong:
-        raise FloatingPointError(
-            f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, the "
-            f"first is `{wrong[0]}`. The engine is not the cause. Resume from an earlier "
-            "checkpoint; a lower learning rate may help."
-        )
-
-
-def _finite(weight: Tensor) -> bool:
-    if not weight.numel() or not weight.is_floating_point():
-        return True
-    least, largest = weight.aminmax()  # one pass without a temporary; keeps NaN
-    return math.isfinite(least) and math.isfinite(largest)
+    wrong = []
+    for name, weight in policy.named_parameters():
+        part = local(weight)
+        if (weight.requires_grad or not trained_only) and part.numel() and part.is_floating_point():
+            least, largest = part.aminmax()  # one pass without a temporary; keeps NaN
+            if not (math.isfinite(least) and math.isfinite(largest)):
+                wrong.append(name)
+    return wrong

@@ -25,6 +25,7 @@ from lit_rlsched.training.lora import (
     PLAIN_STARTS,
     adapter_config,
     base_model,
+    language_models,
     load_adapter,
     with_adapter,
 )
@@ -80,22 +81,41 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32, **kwargs: object
 
 def _load_base(model: str, dtype: torch.dtype, **kwargs: object) -> PreTrainedModel:
     _check_files(model)
-    with _naming(model):
+    try:
         config = AutoConfig.from_pretrained(model, **kwargs)
-    for part in (config, config.get_text_config()):
-        if (quantized := getattr(part, "quantization_config", None)) is not None:
-            raise UsageError(
-                f"`model={model}`: its weights are quantised (`quantization_config` in "
-                f"config.json: {quantized}), and these can be neither trained nor loaded into the "
-                "engine. Use the model that they were made from, or write one: `from_pretrained` "
-                "with `dequantize=True` in its `quantization_config`, then `save_pretrained`."
-            )
-    for part, name, rate in noise(config):
-        setattr(part, name, type(rate)(0))
-    with _naming(model):
+        for part in (config, config.get_text_config()):
+            if (quantized := getattr(part, "quantization_config", None)) is not None:
+                raise UsageError(
+                    f"`model={model}`: its weights are quantised (`quantization_config` in "
+                    f"config.json: {quantized}), and these can be neither trained nor loaded into "
+                    "the engine. Use the model that they were made from, or write one: "
+                    "`from_pretrained` with `dequantize=True` in its `quantization_config`, then "
+                    "`save_pretrained`."
+                )
+        for part, name, rate in noise(config):
+            setattr(part, name, type(rate)(0))
         if torch.get_default_device().type == "meta":
             return AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs).eval()
         return AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, **kwargs)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        if "requires `accelerate`" in str(error):
+            raise UsageError(
+                "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
+            ) from error
+        wrong = "transformers cannot load a causal language model from this folder."
+        if not Path(model).is_dir():
+            wrong = (
+                "neither a checkpoint folder here nor a model on the hub. Check the spelling and "
+                "the working directory."
+            )
+        elif not (Path(model) / "config.json").is_file():
+            wrong = (
+                "the folder has no config.json. Give a folder that `save_pretrained` or "
+                "`lit-rlsched export` wrote."
+            )
+        raise UsageError(f"`model={model}`: {wrong} ({error})") from error
 
 
 def _check_files(model: str) -> None:
@@ -120,18 +140,6 @@ def _check_files(model: str) -> None:
         )
 
 
-@contextmanager
-def _naming(model: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if "requires `accelerate`" in str(error):
-            raise UsageError(
-                "transformers needs accelerate to load a model onto a GPU: pip install accelerate"
-            ) from error
-        raise UsageError(f"`model={model}`: {_what_is_wrong(Path(model))} ({error})") from error
-
-
 def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, float]]:
     """Yield the rates of all noise in train mode, with their names and configs.
 
@@ -147,20 +155,6 @@ def noise(config: PreTrainedConfig) -> Iterator[tuple[PreTrainedConfig, str, flo
             and (config.model_type, name) != _TOLERANCE
         ):
             yield config, name, value
-
-
-def _what_is_wrong(folder: Path) -> str:
-    if not folder.is_dir():
-        return (
-            "neither a checkpoint folder here nor a model on the hub. Check the spelling and the "
-            "working directory."
-        )
-    if not (folder / "config.json").is_file():
-        return (
-            "the folder has no config.json. Give a folder that `save_pretrained` or "
-            "`lit-rlsched export` wrote."
-        )
-    return "transformers cannot load a causal language model from this folder."
 
 
 def load_tokenizer(tokenizer: str) -> Any:
@@ -181,23 +175,13 @@ def load_tokenizer(tokenizer: str) -> Any:
 
 def find_policy(module: nn.Module) -> nn.Module:
     """Find the only trainable causal language model in a LightningModule, PEFT wrapper included."""
-    trainable = [
-        m for m in _language_models(module) if any(p.requires_grad for p in m.parameters())
-    ]
+    trainable = [m for m in language_models(module) if any(p.requires_grad for p in m.parameters())]
     if len(trainable) != 1:
         raise UsageError(
             f"`{type(module).__name__}` holds {len(trainable)} trainable Hugging Face models, but "
             "rollouts need exactly one. Keep the policy as a submodule and freeze other models."
         )
     return trainable[0]
-
-
-def _language_models(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
-            yield child
-        else:
-            yield from _language_models(child)
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -278,22 +262,42 @@ def local(tensor: Tensor) -> Tensor:
 
 def adapter_spec(policy: nn.Module) -> AdapterSpec:
     """Return the sizes of the policy's adapters."""
-    layers = dict(_layers(policy))
+    layers = _layers(policy)
     if not layers:
         raise UsageError(
             "`enable_lora=True` of the engine: the policy has no LoRA adapters. Set "
             "`model.lora_rank`, or leave `enable_lora` out."
         )
-    if wrong := next(_not_plain(policy, layers), None):
+    from peft.tuners.lora import Linear
+
+    wrong = []
+    for name, layer in layers.items():
+        if len(layer.active_adapters) != 1:
+            wrong.append(f"`{name}` has {len(layer.active_adapters)} active adapters")
+        elif not isinstance(layer, Linear):
+            wrong.append(f"`{name}` has an adapter of type `{type(layer).__name__}`")
+        elif variant := layer.lora_variant.get(*layer.active_adapters):
+            wrong.append(f"`{name}` has an adapter of type `{type(variant).__name__}`")
+    matrices = [] if wrong else [_matrices(layer) for layer in layers.values()]
+    held = {id(matrix) for a, b, _ in matrices for matrix in (a, b)}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            wrong.append(f"`{name}` is trained too")
+    for config in getattr(policy, "peft_config", {}).values():
+        if getattr(config, "init_lora_weights", True) not in PLAIN_STARTS:
+            wrong.append(
+                f"`init_lora_weights={config.init_lora_weights!r}` changes the base weights"
+            )
+    if wrong:
         raise UsageError(
-            f"`enable_lora=True` of the engine: {wrong}, and vLLM's LoRA slot holds the matrices A "
-            "and B of linear layers alone. Leave `enable_lora` out: adapters are then merged."
+            f"`enable_lora=True` of the engine: {wrong[0]}, and vLLM's LoRA slot holds the "
+            "matrices A and B of linear layers alone. Leave `enable_lora` out: adapters are then "
+            "merged."
         )
-    matrices = [_matrices(layer) for layer in layers.values()]
     return AdapterSpec(
-        rank=max(a.shape[0] for a, _ in matrices),
+        rank=max(a.shape[0] for a, *_ in matrices),
         modules=tuple(sorted({name.rpartition(".")[2] for name in layers})),
-        parameters=sum(a.numel() + b.numel() for a, b in matrices),
+        parameters=sum(a.numel() + b.numel() for a, b, _ in matrices),
     )
 
 
@@ -315,43 +319,18 @@ def fingerprint(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None)
 
 def named_adapters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices A and B of each layer, as parts of its name; B includes LoRA's scale."""
-    for name, layer in _layers(policy):
-        a, b = (matrix.detach() for matrix in _matrices(layer))
-        yield f"{name}.lora_A.weight", a
-        yield f"{name}.lora_B.weight", b * layer.scaling[_adapter(layer)]
+    for name, layer in _layers(policy).items():
+        a, b, scale = _matrices(layer)
+        yield f"{name}.lora_A.weight", a.detach()
+        yield f"{name}.lora_B.weight", b.detach() * scale
 
 
-def _layers(policy: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in base_model(policy).named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "active_adapters"):
-            yield name, module
+def _layers(policy: nn.Module) -> dict[str, Any]:
+    modules = base_model(policy).named_modules()
+    return {n: m for n, m in modules if hasattr(m, "lora_A") and hasattr(m, "active_adapters")}
 
 
-def _adapter(layer: Any) -> str:
+def _matrices(layer: Any) -> tuple[Tensor, Tensor, float]:
+    """The matrices A and B of a layer's only adapter, and its scale."""
     (name,) = layer.active_adapters
-    return str(name)
-
-
-def _matrices(layer: Any) -> tuple[Tensor, Tensor]:
-    adapter = _adapter(layer)
-    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-
-
-def _not_plain(policy: Any, layers: dict[str, Any]) -> Iterator[str]:
-    """Say what the slot cannot hold."""
-    from peft.tuners.lora import Linear
-
-    for name, layer in layers.items():
-        if len(layer.active_adapters) != 1:
-            yield f"`{name}` has {len(layer.active_adapters)} active adapters"
-        elif not isinstance(layer, Linear):
-            yield f"`{name}` has an adapter of type `{type(layer).__name__}`"
-        elif variant := layer.lora_variant.get(_adapter(layer)):
-            yield f"`{name}` has an adapter of type `{type(variant).__name__}`"
-    held = {id(matrix) for layer in layers.values() for matrix in _matrices(layer)}
-    for name, parameter in policy.named_parameters():
-        if parameter.requires_grad and id(parameter) not in held:
-            yield f"`{name}` is trained too"
-    for config in getattr(policy, "peft_config", {}).values():
-        if getattr(config, "init_lora_weights", True) not in PLAIN_STARTS:
-            yield f"`init_lora_weights={config.init_lora_weights!r}` changes the base weights"
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.lora import base_model
+from lit_rlsched.training.lora import base_model, language_models
 
 HALF = (torch.bfloat16, torch.float16)
 PASSES = {
@@ -84,8 +84,8 @@ def keeping_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Restore what must stay in float32 after the block has cast the module to `dtype`."""
     kept = [
         (tensors, key, tensors[key].data)
-        for model in (_policies(module) if dtype in HALF else ())
-        for _, tensors, key in _float32_tensors(model, dtype)
+        for model in (language_models(module) if dtype in HALF else ())
+        for _, tensors, key in _float32_tensors(base_model(model), dtype)
         if tensors[key].dtype == torch.float32
     ]
     yield
@@ -132,14 +132,6 @@ def trains_in_half(policy: nn.Module) -> str | None:
         "2 % of the weights. Use `precision: bf16-mixed`, which keeps them in float32, or "
         "`lora_rank`, whose adapters are float32 in every precision."
     )
-
-
-def _policies(module: nn.Module) -> Iterator[PreTrainedModel]:
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from _policies(child)
 
 
 def _float32_tensors(

@@ -1,8 +1,7 @@
 """A drawn round, and the rewards and advantages of its completions."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,23 +21,6 @@ LARGEST_ADVANTAGE = 1e16
 """A larger advantage counts as infinite: from 1.8e19 on the gradient norm overflows in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class LostGradients:
-    """Parts of a round's first step whose gradients were accumulated before a checkpoint."""
-
-    divisor: tuple[int, int]
-    """See `OptimizerStep`."""
-    parts: list[list[str]]
-    """Ids of each part's groups. The same parts give the same sums, bit for bit."""
-
-    @classmethod
-    def of(cls, steps: Sequence[OptimizerStep]) -> "LostGradients":
-        """Note what these steps were."""
-        divisor = steps[0].divisor
-        parts = [[group.id for group in step.groups] for step in steps]
-        return cls((divisor.sequences, int(divisor.tokens)), parts)
-
-
 @dataclass(slots=True)
 class Round:
     """The groups that a rollout gave to train on, in the order in which they were planned.
@@ -56,8 +38,9 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
     accumulated: list[OptimizerStep] = field(default_factory=list)
     """Parts of the round's first optimizer step whose gradients are accumulated."""
-    lost: LostGradients | None = None
-    """Gradients to compute again after a resume, because checkpoints hold none."""
+    lost: tuple[tuple[int, int], list[list[str]]] | None = None
+    """Gradients to compute again after a resume, because checkpoints hold none: the `divisor` of
+    `OptimizerStep`, and the ids of each part's groups, which give the same sums bit for bit."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave trace and accumulated steps out for other ranks, which have their own steps."""
@@ -67,30 +50,27 @@ class Round:
         """The state that training on the round needs."""
         lost = self.lost
         if self.accumulated:
-            lost = LostGradients.of(self.accumulated)
+            divisor = self.accumulated[0].divisor
+            parts = [[group.id for group in step.groups] for step in self.accumulated]
+            lost = (divisor.sequences, int(divisor.tokens)), parts
         return {
             "number": self.number,
             "version": self.version,
             "groups": pack(self.groups),
-            "streamed": lost and list(astuple(lost)),
+            "streamed": lost and list(lost),
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> "Round":
         """Restore a round from `state_dict`; `prompt` finds a prompt by its uid."""
         groups, streamed = unpack(state["groups"], prompt), state.get("streamed")
-        lost = LostGradients(*streamed) if streamed else None
+        lost = (streamed[0], streamed[1]) if streamed else None
         return cls(state["number"], state["version"], groups, lost=lost)
 
     @property
     def ordinal(self) -> int:
         """Number of the round for people: the first is 1."""
         return self.number + 1
-
-    @property
-    def width(self) -> int:
-        """`G`, one more than the largest index of a completion in its group."""
-        return 1 + max(c.index for c in self.completions)
 
     @property
     def completions(self) -> list[Completion]:
@@ -168,8 +148,8 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     Dropped completions have no part in it. A completion whose advantage is not finite, or makes
     those of its siblings infinite, is dropped as `nonfinite_advantage`.
     """
-    logprobs = _logprobs(round) if learner.needs_reference else None
     rewards, at = reward_matrix(round.groups, weights), cells(round.groups)
+    logprobs = _logprobs(round, *rewards.shape) if learner.needs_reference else None
     completions = round.completions
     dropped = torch.tensor([c.dropped is not None for c in completions])
     rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
@@ -187,14 +167,6 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
         if drop:
             completion.dropped = completion.dropped or NONFINITE
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
-
-
-def drop_infinite_rewards(round: Round, weights: Sequence[float]) -> None:
-    """Drop completions that have scores, but no finite weighted sum of them."""
-    rewards = reward_matrix(round.groups, weights)[cells(round.groups)].tolist()
-    for completion, reward in zip(round.completions, rewards, strict=True):
-        if math.isnan(reward) and any(s is not None for s in completion.scores or ()):
-            completion.dropped = completion.dropped or NONFINITE
 
 
 def _nonfinite(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
@@ -216,11 +188,11 @@ def huge_rewards(round: Round, names: Sequence[str], weights: Sequence[float]) -
     return blamed
 
 
-def _logprobs(round: Round) -> RoundLogprobs:
+def _logprobs(round: Round, prompts: int, width: int) -> RoundLogprobs:
     longest = max(len(c.token_ids) for c in round.completions)
-    old, ref, mask = torch.zeros(3, len(round.groups) * round.width, longest, dtype=torch.float64)
+    old, ref, mask = torch.zeros(3, prompts * width, longest, dtype=torch.float64)
     rows, columns = cells(round.groups)
-    flat = (rows * round.width + columns).tolist()
+    flat = (rows * width + columns).tolist()
     for i, c in zip(flat, round.completions, strict=True):
         if c.old_logprobs is not None and c.ref_logprobs is not None:  # None: dropped before
             length = len(c.token_ids)

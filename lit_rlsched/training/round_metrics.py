@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from lit_rlsched.training.selection import selection_metrics
 from lit_rlsched.training.update import Update
 from lit_rlsched.types import ENVIRONMENT, Completion, Group
 
-if TYPE_CHECKING:
-    pass
+STALENESS_BINS = 8
+"""Ages from 0 on that have a metric of their own."""
 
 
 def measure(
@@ -54,8 +53,7 @@ def measure(
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards),
-        **rollout_metrics(round.trace),
-        **harvest_metrics(round, harvest),
+        **rollout_metrics(round, round.trace, harvest),
         "rollout/trained_over_drawn_length": length_bias(
             [sample.completion.drawn for sample in trained], harvest.ran
         ),
@@ -106,8 +104,8 @@ def reward_metrics(
     return figures
 
 
-def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
-    """Metrics of the rollout: counters that are deterministic, then seconds.
+def rollout_metrics(round: Round, trace: RolloutTrace, harvest: Harvest) -> dict[str, float]:
+    """Metrics of the rollout: counters that are deterministic, seconds, and what was discarded.
 
     `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
     same lengths on as many slots. With a memory budget, the largest number of slots in use counts.
@@ -118,6 +116,10 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
         least = max(-(-sum(lengths.values()) // trace.slots), *lengths.values())
     elif lengths:
         least = int(lower_bound(list(lengths.values()), trace.slots))
+    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
+    drawn = trace.tokens + harvest.drafts.drawn + earlier
+    discarded = harvest.discarded_tokens
+    attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
         "rollout/slots": trace.slots,
         "rollout/decode_steps": trace.decode_steps,
@@ -134,17 +136,6 @@ def rollout_metrics(trace: RolloutTrace) -> dict[str, float]:
         "rollout/bubble_ratio": trace.bubble_ratio,
         "rollout/seconds": trace.seconds,
         "rollout/tokens_per_second": trace.tokens / trace.seconds if trace.seconds else 0.0,
-    }
-
-
-def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
-    """Metrics of discarded tokens and of attempts per prompt."""
-    assert round.trace is not None
-    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
-    drawn = round.trace.tokens + harvest.drafts.drawn + earlier
-    discarded = harvest.discarded_tokens
-    attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
-    return {
         # stale tokens and drafts were drawn in earlier rounds
         "rollout/useful_token_share": 1 - discarded / max(1, drawn, discarded),
         "rollout/discarded_tokens": discarded,
@@ -154,12 +145,10 @@ def harvest_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
     }
 
 
-def staleness_metrics(
-    completions: Sequence[Completion], version: int, bins: int = 8
-) -> dict[str, float]:
+def staleness_metrics(completions: Sequence[Completion], version: int) -> dict[str, float]:
     """Age of the tokens trained on, in policy versions.
 
-    `staleness/k` is the share of tokens drawn `k` versions before `version`; the last bin holds
+    `staleness/k` is the share of tokens drawn `k` versions before `version`; the last one holds
     all older ones.
     """
     counts: Counter[int] = Counter()
@@ -168,11 +157,10 @@ def staleness_metrics(
             if drawn_under != ENVIRONMENT:
                 counts[version - drawn_under] += tokens
     total = max(1, counts.total())
-    shares = {f"staleness/{k}": counts[k] / total for k in range(bins)}
-    older = sum(n for k, n in counts.items() if k >= bins)
+    older = sum(n for k, n in counts.items() if k >= STALENESS_BINS)
     return {
-        **shares,
-        f"staleness/{bins}+": older / total,
+        **{f"staleness/{k}": counts[k] / total for k in range(STALENESS_BINS)},
+        f"staleness/{STALENESS_BINS}+": older / total,
         "staleness/mean": sum(k * n for k, n in counts.items()) / total,
         "staleness/max": max(counts, default=0),
     }

@@ -37,14 +37,9 @@ def count_drops(round: Round) -> Counter[str]:
     return Counter(f"dropped/{why}" for why in reasons)
 
 
-def group_rewards(group: Group, weights: Sequence[float]) -> np.ndarray:
-    """Rewards by index in the group, NaN where there is none."""
-    return reward_matrix([group], weights)[0].numpy()
-
-
 def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
     """Whether a scored group has no differing rewards; if so, drop it."""
-    rewards = group_rewards(group, weights)
+    rewards = reward_matrix([group], weights)[0].numpy()
     if informative(rewards):
         return False
     drop(group, rewards, "uninformative")
@@ -91,29 +86,29 @@ class Selection:
                     completion.dropped = "unscored" if unscored else "down_sampled"
 
 
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Stops a group once `keep` of its rewards have the largest variance possible."""
 
-    def __init__(self, selection: Selection, weights: Sequence[float]) -> None:
-        assert selection.reward_range is not None
-        self.keep = selection.keep
-        self.low, self.high = selection.reward_range
-        self._weights = weights
+    selection: Selection
+    weights: Sequence[float]
 
     def waits(self, group: Group) -> bool:
         """Whether enough completions have finished."""
-        return sum(c.finished for c in group.completions) >= self.keep
+        return sum(c.finished for c in group.completions) >= self.selection.keep
 
     def stops(self, group: Group) -> bool:
         """Whether half of the `keep` have the minimum reward and the others the maximum."""
-        rewards = group_rewards(group, self._weights)
+        assert self.selection.reward_range is not None
+        keep, (low, high) = self.selection.keep, self.selection.reward_range
+        rewards = reward_matrix([group], self.weights)[0].numpy()
         rewards = rewards[np.isfinite(rewards)]
-        slack = 1e-9 * (self.high - self.low)  # for rounding of weighted sums
-        if (rewards < self.low - slack).any() or (rewards > self.high + slack).any():
+        slack = 1e-9 * (high - low)  # for rounding of weighted sums
+        if (rewards < low - slack).any() or (rewards > high + slack).any():
             return False  # the given range is wrong
-        worst = (rewards <= self.low + slack).sum()
-        best = (rewards >= self.high - slack).sum()
-        half, rest = self.keep // 2, self.keep - self.keep // 2
+        worst = (rewards <= low + slack).sum()
+        best = (rewards >= high - slack).sum()
+        half, rest = keep // 2, keep - keep // 2
         return bool(min(worst, best) >= half and max(worst, best) >= rest)
 
 

@@ -66,30 +66,25 @@ def obstacle(policy: nn.Module) -> str | None:
 
 
 def row_cost(policy: nn.Module) -> RowCost:
-    """The cost of a forward pass without the LM head, whose cost sharing does not change.
-
-    A backward pass costs twice as much in every part.
-    """
+    """The cost of a forward pass without the LM head, whose cost sharing does not change."""
     model = base_model(policy)
     config: Any = model.config.get_text_config()
     tables = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
     looked_up = set(map(id, tables))
     body = model.base_model.named_parameters()
-    used = sum(p.numel() * _used(config, name) for name, p in body if id(p) not in looked_up)
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((getattr(config, e) for e in experts if getattr(config, e, None)), 1)
+    share = float(getattr(config, "num_experts_per_tok", count) / count)  # that a token uses
+    used = sum(
+        p.numel() * (share if ".experts." in name else 1.0)
+        for name, p in body
+        if id(p) not in looked_up
+    )
     head_dim = getattr(config, "head_dim", None)
     width = config.num_attention_heads * head_dim if head_dim else config.hidden_size
     pair = 4 * config.num_hidden_layers * width * ATTENTION_PRICE
     device = next(policy.parameters()).device.type
     return RowCost(2 * used, pair / 2, pair * MASK_PRICE.get(device, MASK_PRICE_ELSEWHERE))
-
-
-def _used(config: Any, name: str) -> float:
-    """The fraction of a parameter that a token uses, below 1 for experts."""
-    if ".experts." not in name:
-        return 1.0
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((getattr(config, e) for e in experts if getattr(config, e, None)), 1)
-    return float(getattr(config, "num_experts_per_tok", count) / count)
 
 
 def difference(policy: nn.Module, samples: Sequence[Sample]) -> tuple[float, float]:
@@ -105,20 +100,16 @@ def difference(policy: nn.Module, samples: Sequence[Sample]) -> tuple[float, flo
     group = samples[0].group
     prompt = replace(group.prompt, token_ids=group.prompt.token_ids[-CHECKED_PROMPT:])
     cut = [replace(sample, group=replace(group, prompt=prompt)) for sample in samples]
-    pairs = [_difference(policy, compared, weights) for compared in (samples, cut)]
+    pairs = []
+    for compared in (samples, cut):
+        repeated = [_encode(policy, [sample], weights) for sample in compared]
+        logp = torch.cat([logp for logp, _ in repeated])
+        gradient = torch.stack([gradient for _, gradient in repeated]).sum(0)
+        shared_logp, shared_gradient = _encode(policy, compared, weights)
+        gap = (shared_gradient - gradient).norm() / gradient.norm()
+        pairs.append((float((shared_logp - logp).abs().mean()), float(gap)))
     logprobs, gradients = torch.tensor(pairs).amax(0).tolist()  # keeps NaN
     return logprobs, gradients
-
-
-def _difference(
-    policy: nn.Module, samples: Sequence[Sample], weights: list[Tensor]
-) -> tuple[float, float]:
-    repeated = [_encode(policy, [sample], weights) for sample in samples]
-    logp = torch.cat([logp for logp, _ in repeated])
-    gradient = torch.stack([gradient for _, gradient in repeated]).sum(0)
-    shared_logp, shared_gradient = _encode(policy, samples, weights)
-    gap = (shared_gradient - gradient).norm() / gradient.norm()
-    return float((shared_logp - logp).abs().mean()), float(gap)
 
 
 @torch.enable_grad()
@@ -160,17 +151,14 @@ class Sharing:
             rows = share_prompts(samples, cost, micro_batch_tokens)
             tried = next((row.samples for row in rows if row.shared), None)
             if tried is not None:
+                team = team or Team()
                 works = _is_right(model, tried[:CHECKED_COMPLETIONS], forward_context)
-                self.works = _agreed(works, team or Team())
+                if team.leading:
+                    team.call("sharing", lambda works: None, works)
+                else:  # all ranks share prompts, or none: their micro-batches must be the same
+                    works = all(team.all_gather(works))
+                self.works = works
         return cost if self.works else None
-
-
-def _agreed(works: bool, team: Team) -> bool:
-    """Let all ranks share prompts, or none: their micro-batches must be the same."""
-    if team.leading:
-        team.call("sharing", lambda works: None, works)
-        return works
-    return all(team.all_gather(works))
 
 
 def _is_right(model: nn.Module, samples: Sequence[Sample], forward_context: ForwardContext) -> bool:

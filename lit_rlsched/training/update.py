@@ -1,5 +1,6 @@
 """Turn a round's scored groups into optimizer steps."""
 
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -14,9 +15,8 @@ from lit_rlsched.ranks import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
 from lit_rlsched.training.precision import ForwardContext
-from lit_rlsched.training.round import Round, drop_infinite_rewards, set_advantages
-from lit_rlsched.training.run_settings import RunSettings
-from lit_rlsched.training.schedule import Schedule
+from lit_rlsched.training.round import NONFINITE, Round, cells, reward_matrix, set_advantages
+from lit_rlsched.training.schedule import RunSettings, Schedule
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Sample, stable_hash
 
@@ -57,7 +57,10 @@ class Update:
         learner, selection = self.learner, self.schedule.selection
         if not part.groups:
             return
-        drop_infinite_rewards(part, self.weights)
+        rewards = reward_matrix(part.groups, self.weights)[cells(part.groups)].tolist()
+        for completion, reward in zip(part.completions, rewards, strict=True):
+            if math.isnan(reward) and any(s is not None for s in completion.scores or ()):
+                completion.dropped = completion.dropped or NONFINITE  # the weighted sum is infinite
         if selection and not selection.full_scope:
             self._select(part, selection)
         plain = isinstance(learner, PlainLearner) and self.off_policy
@@ -103,26 +106,21 @@ class Update:
         return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
     def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
-        """Accumulate this rank's share of the gradients; a task of the team.
-
-        For `divisor` see `OptimizerStep`; `first` is that of `Learner.accumulate`.
-        """
+        """Accumulate this rank's share of the gradients, as `Learner.accumulate` does; a task."""
         step = self._step_of(part.groups, part.version, divisor=divisor)
         self.learner.accumulate(step, first)
         return step
 
     def accumulate_again(self, round: Round, taken: int) -> None:
-        """Recompute the gradients that a resumed round has lost, each rank its share.
-
-        Nothing is lost if a step of the round is `taken`, or if the learner takes the whole update.
-        """
+        """Recompute the gradients that a resumed round has lost, each rank its share."""
         if round.lost is None or taken or self.learner.streaming_obstacle() is not None:
             return
         groups = {group.id: group for group in round.groups}
         parts: list[OptimizerStep] = []
-        for names in round.lost.parts:
+        divisor, ids = round.lost
+        for names in ids:
             part = Round(round.number, round.version, [groups[name] for name in names])
-            parts.append(self.accumulate_part(part, round.lost.divisor, not parts))
+            parts.append(self.accumulate_part(part, divisor, not parts))
         round.accumulated, round.lost = parts, None  # at once: SIGTERM may come before
 
     def step(self, round: Round, index: int) -> OptimizerStep:

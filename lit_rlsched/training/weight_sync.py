@@ -19,7 +19,7 @@ from lit_rlsched.engines.weights import PackedWeights, WeightSource
 from lit_rlsched.ranks import Team
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.logprobs import completion_logprobs
-from lit_rlsched.training.optimizers import not_finite, refuse_weights
+from lit_rlsched.training.optimizers import not_finite
 from lit_rlsched.training.policy import evaluating, named_adapters, named_weights, whole
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
@@ -44,7 +44,7 @@ LONGEST, WAVES = 128, 32
 """Maximum tokens per completion, and completions per prompt, of the second comparison."""
 
 
-class PolicyReader:
+class PolicyReader(WeightSource):
     """Reads weights and log-probs of the policy; with several ranks, on all of them at once.
 
     With `enable_lora` the weights are the LoRA adapters alone.
@@ -72,19 +72,24 @@ class PolicyReader:
             "logprobs": self._logprobs,
         }
 
-    def weights(self) -> "PolicyWeights":
-        """Return all weights under their checkpoint names, adapters merged, or adapters alone."""
-        wrong = self._team.call("not_finite", self._not_finite)
-        refuse_weights(sorted({name for of_rank in wrong for name in of_rank}))
-        return PolicyWeights(self)
+    def weights(self) -> "PolicyReader":
+        """Return all weights, or adapters alone, if every number of them is finite."""
+        of_ranks = self._team.call("not_finite", self._not_finite)
+        if wrong := sorted({name for of_rank in of_ranks for name in of_rank}):
+            raise FloatingPointError(
+                f"The trainer's weights are not finite: {len(wrong)} tensors hold NaN or infinity, "
+                f"the first is `{wrong[0]}`. The engine is not the cause. Resume from an earlier "
+                "checkpoint; a lower learning rate may help."
+            )
+        return self
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights one by one."""
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._team.iterate("weights", self._weights)
 
-    def read_packed(self, dtype: torch.dtype, gpus: Collection[str]) -> Iterator[PackedWeights]:
-        """Yield the weights in buckets; see `WeightSource.packed`."""
-        return self._team.iterate("packed", self._packed, dtype, gpus)
+    def packed(
+        self, dtype: torch.dtype, gpus: Collection[str]
+    ) -> Generator[PackedWeights, None, None]:
+        yield from self._team.iterate("packed", self._packed, dtype, gpus)
 
     def logprobs(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float
@@ -121,21 +126,6 @@ class PolicyReader:
                 )
                 found.append(logp[0].cpu())
         return found
-
-
-class PolicyWeights(WeightSource):
-    """The policy's weights, which every pass reads as they are then."""
-
-    def __init__(self, reader: PolicyReader) -> None:
-        self._reader = reader
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._reader.read()
-
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
-        yield from self._reader.read_packed(dtype, gpus)
 
 
 class WeightSync:
@@ -177,33 +167,32 @@ class WeightSync:
             RunFailed: If an engine does not decode with the trained weights.
         """
         drawn = self._engine.each(lambda engine: self._draw(engine, version, TOKENS))
-        return max(self._check(version, index, self._gap(d)) for index, d in enumerate(drawn))
-
-    def _check(self, version: int, index: int, gap: Tensor) -> float:
         ours, theirs = self._spec.dtype, self._engine.cache_dtype(self._spec)
-        if gap.mean() <= tolerance(ours, theirs, self._spec.device):
-            return float(gap.max())
-        gap = self._larger_gap(self._engine.engines[index], version)
-        mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
-        if not mean <= allowed:
-            engines = len(self._engine.engines)
-            raise RunFailed(
-                f"{engine_name(index, engines).capitalize()} does not decode with the weights that "
-                "are trained: after the weight "
-                f"sync its log-probs differ from the trainer's by {mean:.2e} on average (of "
-                f"{len(gap)} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
-                f"allowed between {ours} and {theirs} on {self._spec.device.type}). Check that "
-                "engine and trainer load the same `model`, and the engine's version; "
-                "`verify_sync=False` switches this check off."
-            )
-        return float(gap.max())
-
-    def _larger_gap(self, engine: RolloutEngine, version: int) -> Tensor:
-        each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
-        gaps: list[Tensor] = []
-        while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
-            gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
-        return torch.cat(gaps)
+        largest = []
+        for index, (engine, completions) in enumerate(
+            zip(self._engine.engines, drawn, strict=True)
+        ):
+            gap = self._gap(completions)
+            if not gap.mean() <= tolerance(ours, theirs, self._spec.device):
+                gaps: list[Tensor] = []
+                each = min(LONGEST, -(-REDRAWN // len(self._prompts)))
+                while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
+                    gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
+                gap = torch.cat(gaps)
+                mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
+                if not mean <= allowed:
+                    name = engine_name(index, len(drawn)).capitalize()
+                    raise RunFailed(
+                        f"{name} does not decode with the weights that are trained: after the "
+                        f"weight sync its log-probs differ from the trainer's by {mean:.2e} on "
+                        f"average (of {len(gap)} tokens, each counted with {MOST_OF_ONE} at most; "
+                        f"{allowed:.0e} allowed between {ours} and {theirs} on "
+                        f"{self._spec.device.type}). Check that engine and trainer load the same "
+                        "`model`, and the engine's version; `verify_sync=False` switches this "
+                        "check off."
+                    )
+            largest.append(float(gap.max()))
+        return max(largest)
 
     def _gap(self, drawn: Sequence[Completion]) -> Tensor:
         """Absolute differences of the tokens of all prompts, one after the other."""

@@ -133,24 +133,6 @@ def test_stale_tokens_are_masked_by_hand():
         assert (batch.rollout_logp.ne(0).sum(1) == batch.completion_lengths).all()
 
 
-def test_without_a_version_every_token_is_trained_on():
-    rows = [spanned((1, 2), (3, 1)), spanned((1, 4))]
-    step = OptimizerStep(rows, 1000)
-    assert (step.totals.sequences, step.totals.tokens) == (2, 7)
-    assert sum(int(b.completion_mask.sum()) for b in step) == 7
-
-
-def test_a_row_without_a_fresh_token_still_counts_as_a_sequence():
-    rows = [spanned((1, 2), (2, 3), uid="stale"), spanned((2, 1), (3, 1), uid="fresh")]
-    step = OptimizerStep(rows, 1000, only_version=3)
-    assert [r.group.id for r in step.samples] == ["fresh"]
-    assert [r.group.id for b in step.micro_batches for r in b] == ["fresh"]
-    assert (step.totals.sequences, step.totals.tokens) == (2, 1)
-    assert step.padding().positions == 2 + 2
-    step = OptimizerStep(rows, 1000, only_version=4)
-    assert (len(step), step.samples, step.totals.sequences, step.totals.tokens) == (0, [], 2, 0)
-
-
 def test_what_else_is_left_out_of_a_step_of_one_version():
     rows = [
         spanned((2, 2), (3, 3), dropped="nonfinite_logprob"),

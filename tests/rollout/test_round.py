@@ -46,7 +46,6 @@ def test_a_reward_stands_in_its_completions_place():
 def test_the_matrix_is_as_wide_as_the_last_place_in_it():
     groups = [group("a", {1: [1.0]}), group("b", {0: [2.0]})]
     same(reward_matrix(groups, [1.0]), [[NAN, 1.0], [2.0, NAN]])
-    assert Round(0, 0, groups).width == 2
     same(reward_matrix([group("a", {0: [3.0]})], [2.0]), [[6.0]])
 
 
