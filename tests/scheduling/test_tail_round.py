@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tail_groups import fresh, group, lost, names, ready, state_of
 
-from lit_rlsched.scheduling.racing import PATIENCE
-from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
 from lit_rlsched.settings import UsageError
 
 # What a round takes.
