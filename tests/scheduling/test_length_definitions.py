@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.token_conditioned import HashedTokens, TokenConditioned
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned, hashed_tokens
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 60
@@ -98,7 +99,8 @@ class SlowRegression:
     """Weighted least squares over every completion that was ever learned from."""
 
     def __init__(self, features, ridge=5.0, half_life=4000.0):
-        self.hashed, self.ridge, self.half_life = HashedTokens(features), ridge, half_life
+        self.hashed, self.ridge = partial(hashed_tokens, size=features), ridge
+        self.half_life = half_life
         self.history = PromptHistory()
         self.rows = []  # weight, features, tokens that came, tokens that were predicted
 
