@@ -176,14 +176,6 @@ def test_predictions_are_bounded_before_they_are_exponents():
     assert all(1 <= n <= CAP for n in predictor.predict([extreme, short]))
 
 
-def test_the_features_never_change():
-    """A checkpoint holds a regression on them."""
-    logprobs = [math.nan, -math.inf, -12.0, 0.5, -1.0, *[-2.0] * 8]  # clipped: 0 -10 -10 0 -1 ..
-    (found,) = TokenConditioned(features=1)._scalars([sample("a", [7] * 13, 0, logprobs)])
-    expected = [37 / 13, 2.0, 2.0, math.log(14) / 5, math.log(3) / 5, 0.0, 1.0]
-    assert found.tolist() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("fitted", "came", "predicted", "expected"),
     [(-3.0, 50.0, 1.0, 50.0), (30.0, 10.0, math.exp(20), 10.0)],
@@ -207,11 +199,3 @@ def test_predictions_of_the_history_count_as_what_the_regression_then_fits():
     predictor.observe([sample("a", [7]), sample("c", [7])])
     state = predictor.state_dict()  # all drew one token, so all logarithms are 0
     assert state["came"] == pytest.approx(3) and state["predicted"] == pytest.approx(3)
-
-
-def test_the_features_of_what_was_predicted_last_wait_in_single_precision():
-    predictor = TokenConditioned(features=4, max_waiting=2)
-    for uid in "abac":
-        predictor.predict([sample(uid, [])])
-    assert [*predictor._waiting] == ["a@0/0", "c@0/0"]
-    assert all(features.dtype == np.float32 for *_, features in predictor._waiting.values())
