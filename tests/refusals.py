@@ -39,8 +39,8 @@ from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
-from lit_rlsched.scheduling.racing import quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
+from lit_rlsched.scheduling.tail_batching import quotas
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes

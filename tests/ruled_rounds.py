@@ -17,8 +17,8 @@ from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
-from lit_rlsched.scheduling.racing import useless
 from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.scheduling.tail_batching import useless
 from lit_rlsched.training.selection import Selection, Stop
 from lit_rlsched.types import Completion, Group, Prompt, Sampling, stable_hash
 

@@ -16,7 +16,6 @@ from lit_rlsched.callbacks import (
     RolloutCallback,
 )
 from lit_rlsched.run.trainer import MicroBatchAccumulation
-from lit_rlsched.scheduling.streamed_training import Streaming
 
 RLOO = partial(RLOOModule, beta=0.0, learning_rate=1e-3)
 GRPO = partial(GRPOModule, learning_rate=1e-3)
@@ -107,7 +106,7 @@ class Stream(RolloutCallback):
     """Streams beside an engine in this process."""
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.run.schedule.streaming = Streaming(0.0)
+        trainer.datamodule.run.schedule.streaming = 0.0
 
 
 NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 2: rewards 0"

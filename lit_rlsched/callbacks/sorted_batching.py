@@ -1,7 +1,8 @@
 """SortedRL: trains on short completions first, without idle slots or starving long ones."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.sorted_batching import Mode, SortedSettings, Unit
+from lit_rlsched.scheduling.sorted_batching import Mode, SortedRound, Unit
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -54,15 +55,22 @@ class SortedBatching(RolloutCallback):
         oversubscribe: float | None = None,
         mask_stale_tokens: bool = False,
     ) -> None:
-        self.settings = SortedSettings(
-            pool_rounds, update_prompts, mode, max_staleness, oversubscribe, mask_stale_tokens
-        )
+        stale = {"max_staleness": max_staleness, "mask_stale_tokens": mask_stale_tokens}
+        for name, value in stale.items():
+            if value and mode != "partial":
+                raise UsageError(
+                    f"`SortedBatching({name}={value!r}, {mode=})`: no token is stale in that mode. "
+                    f"Use `mode='partial'`, or leave `{name}` out."
+                )
+        self.pool_rounds, self.update_prompts, self.mode = pool_rounds, update_prompts, mode
+        self.max_staleness, self.oversubscribe = max_staleness, oversubscribe
+        self.mask_stale_tokens = mask_stale_tokens
 
     def describe(self) -> str:
         """Return the settings in words."""
-        others = {"on_policy": "are drawn again", "partial": "go on"}[self.settings.mode]
+        others = {"on_policy": "are drawn again", "partial": "go on"}[self.mode]
         return (
-            f"{self.settings.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
+            f"{self.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
             f"update's worth of them is ready; the others {others} under the new weights"
         )
 
@@ -70,10 +78,25 @@ class SortedBatching(RolloutCallback):
         """Set the rule, and what becomes of stale tokens."""
         whole = facts.learner.needs_group or "DownSampling" in facts.callbacks
         unit: Unit = "group" if whole else "completion"
-        sizes = facts.settings.prompts_per_round, facts.settings.num_generations
-        schedule.rule = self.settings.rule(*sizes, unit)
-        schedule.mask_stale_tokens = self.settings.mask_stale_tokens
-        if self.settings.mode == "partial":
-            who = f"`SortedBatching(mode={self.settings.mode!r})`"
+        prompts = facts.settings.prompts_per_round
+        pool, update = self.pool_rounds * prompts, self.update_prompts or prompts
+        if update > pool:
+            raise UsageError(
+                f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
+                f"`pool_rounds={self.pool_rounds}` times `prompts_per_round={prompts}` is {pool} "
+                f"prompts. Use {pool} or less, or more `pool_rounds`."
+            )
+        schedule.rule = SortedRound(
+            update,
+            pool,
+            facts.settings.num_generations,
+            unit,
+            self.mode,
+            self.max_staleness,
+            self.oversubscribe,
+        )
+        schedule.mask_stale_tokens = self.mask_stale_tokens
+        if self.mode == "partial":
+            who = f"`SortedBatching(mode={self.mode!r})`"
             schedule.compares_logprobs[who] = "tokens are trained against"
             schedule.trains_on_stale = who

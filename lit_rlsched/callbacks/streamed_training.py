@@ -1,7 +1,6 @@
 """RollPacker's stream trainer: gradients are computed while the rollout is still running."""
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -47,5 +46,5 @@ class StreamedTraining(RolloutCallback):
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set when gradients are computed."""
         if facts.trains:
-            schedule.streaming = Streaming(self.start)
+            schedule.streaming = self.start
             schedule.beside_update.append("`StreamedTraining`")

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
-from lit_rlsched.scheduling.rollpacker import check_sizes
+from lit_rlsched.scheduling.rollpacker import check_power_of_two
 from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision
@@ -76,19 +76,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             "completions of a prompt are decoded by one engine: some would have none. Use "
             f"{prompts} or less, or more prompts."
         )
-    _check_objects(settings)
-    check_template_kwargs(settings["chat_template_kwargs"] or {})
-    check_finite({"chat_template_kwargs": settings["chat_template_kwargs"]})
-    given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
-    if given and not (settings["val_greedy"] or settings["val_num_generations"]):
-        raise UsageError(
-            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
-            f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
-        )
-
-
-def _check_objects(settings: Mapping[str, Any]) -> None:
-    """Refuse an object in place of a name, and a name in place of an object."""
     if (tokenizer := settings["tokenizer"]) is not None:
         check_name(
             "RolloutDataModule",
@@ -103,13 +90,19 @@ def _check_objects(settings: Mapping[str, Any]) -> None:
             f"`RolloutDataModule({engine=})` is not an engine: give an object such as "
             "`VLLMEngine()` or `TransformersEngine()`."
         )
+    check_template_kwargs(settings["chat_template_kwargs"] or {})
+    check_finite({"chat_template_kwargs": settings["chat_template_kwargs"]})
+    given = [name for name in ("val_data", "predict_data") if settings[name] is not None]
+    if given and not (settings["val_greedy"] or settings["val_num_generations"]):
+        raise UsageError(
+            "`val_greedy=False` with `val_num_generations=0` leaves nothing to validate "
+            f"`{given[0]}` with. Set `val_num_generations` to 1 or more, or leave `val_greedy` on."
+        )
 
 
 def check_module_settings(settings: Mapping[str, Any]) -> None:
     """Refuse arguments of a `PolicyModule` that contradict each other."""
-    rloo = settings["loss_type"] == "rloo"
-    old_logprobs = settings["old_logprobs"]
-    if old_logprobs == "engine" and rloo:
+    if settings["old_logprobs"] == "engine" and settings["loss_type"] == "rloo":
         raise UsageError(
             "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a whole "
             "sequence to the engine's log-probs is unbounded. Use `old_logprobs='trainer'`, which "
@@ -232,7 +225,5 @@ def check_parallelism(
             f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
             f"chooses from {minimum} to {maximum}. Change the one or the other."
         )
-    try:
-        check_sizes(size=size, maximum=maximum)
-    except ValueError as error:
-        raise UsageError(f"{error} It is the `tensor_parallel_size` of `{name}`.") from None
+    check_power_of_two(f"{name}(tensor_parallel_size={size})", size)
+    check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)

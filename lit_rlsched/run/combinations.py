@@ -214,7 +214,9 @@ COMBINATIONS: Sequence[Combination] = [
         "`StreamedTraining`",
         "an update that is not a sum of parts",
         "{why}.",
-        lambda s, f: when(s.streaming and f.streaming_obstacle(), why=f.streaming_obstacle()),
+        lambda s, f: when(
+            s.streaming is not None and f.streaming_obstacle(), why=f.streaming_obstacle()
+        ),
     ),
     Combination(
         "`DownSampling(keep={keep})`",

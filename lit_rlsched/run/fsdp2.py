@@ -179,10 +179,3 @@ def gradient_sync(trainer: Trainer, sync: bool) -> Iterator[None]:
     else:
         with block():
             yield
-
-
-def zero_gradient(module: nn.Module) -> None:
-    """Give each trainable parameter a gradient of zeros."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_rlsched.ranks import Team
 from lit_rlsched.run.checks import check_given_to, check_module_settings
 from lit_rlsched.run.evaluation import EvaluationSteps
-from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard, zero_gradient
+from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard
 from lit_rlsched.run.interrupts import heed
 from lit_rlsched.run.same_ranks import await_ranks
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
@@ -375,8 +375,19 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         if not len(step):
             self._add_nothing(step)
         self._accumulate(step, sync=True)
-        self._gather_figures()
-        self._divide_by_totals(step)
+        if self._team.size > 1:
+            ours = float(self._total), self._figures.to("cpu")
+            self._total, self._figures = 0.0, StepMetrics()
+            for total, figures in self._team.all_gather(ours):
+                self._total += total
+                self._figures.add(figures)
+        if step.accumulated:  # parts that were divided by a provisional divisor
+            by = divides_by(self._hp.loss_type)
+            ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
+            self._total *= ratio
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(ratio)
         total, metrics = self._total, self._figures.compute()
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
@@ -393,38 +404,18 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             accumulated = any(p.grad is not None for p in self.parameters())
         else:  # all ranks know the same
             accumulated = any(map(len, step.accumulated))
+        trained = [p for p in self.parameters() if p.requires_grad]
         if is_sharded(self.trainer):
             if not accumulated:
-                zero_gradient(self)
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter)
         elif not accumulated or self._team.size > 1:
-            nothing = [p.sum() * 0.0 for p in self.parameters() if p.requires_grad]
-            self.manual_backward(torch.stack(nothing).sum())
-
-    def _gather_figures(self) -> None:
-        """Add up the loss and the metrics of all ranks."""
-        if self._team.size == 1:
-            return
-        ours = float(self._total), self._figures.to("cpu")
-        self._total, self._figures = 0.0, StepMetrics()
-        for total, figures in self._team.all_gather(ours):
-            self._total += total
-            self._figures.add(figures)
+            self.manual_backward(torch.stack([p.sum() * 0.0 for p in trained]).sum())
 
     @property
     def _team(self) -> Team:
         run = getattr(getattr(self._trainer, "datamodule", None), "run", None)
         return getattr(run, "team", None) or Team()
-
-    def _divide_by_totals(self, step: OptimizerStep) -> None:
-        """Renormalise a step whose accumulated parts were divided by a provisional divisor."""
-        if not step.accumulated:
-            return
-        by = divides_by(self._hp.loss_type)
-        ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
-        self._total *= ratio
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(ratio)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check and clip the gradients, which are unscaled at this point in every precision."""

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
@@ -34,7 +35,8 @@ SEEN = 10.0
 def check_ranks(trainer: Trainer, team: Team, settings: RunSettings) -> None:
     """Refuse processes that were started in other ways, or whose checkpoints would not be whole."""
     check_same(team.all_gather((gethostname(), shared_config(trainer, settings))))
-    check_shared_folder(trainer, team)
+    if getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+        check_shared_folder(Path(trainer.default_root_dir).absolute(), team)
 
 
 def check_same(
@@ -62,50 +64,37 @@ def check_same_weights(model: nn.Module) -> None:
     check_same(found, "Copy the model's folder of rank 0 to every host.")
 
 
-def checkpoint_digest(path: str | Path | None) -> str | None:
-    """Return the name of a checkpoint, and digits that depend on its contents if it is a file."""
-    if path is None:
-        return None
-    name = Path(path).name
-    if "://" in str(path) or Path(path).is_dir():
-        return name
-    try:
-        with zipfile.ZipFile(path) as file:  # torch keeps a checksum of each part at the end
-            parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
-    except (OSError, zipfile.BadZipFile):  # which is said when it is loaded
-        return name
-    return f"{name} ({zlib.crc32(repr(parts).encode()):08x})"
-
-
-def prompts_digest(prompts: Iterable[Prompt]) -> str:
-    """Return the number of prompts, and digits that depend on their names and tokens."""
-    number = digest = 0
-    for number, prompt in enumerate(prompts, start=1):  # noqa: B007
-        digest = zlib.crc32(prompt.uid.encode(), digest)
-        digest = zlib.crc32(array("i", prompt.token_ids).tobytes(), digest)
-    return f"{number:,} prompts ({digest:08x})"
-
-
 def check_same_checkpoint(team: Team, path: str | Path | None) -> None:
     """Refuse ranks that have begun with another checkpoint, or without one."""
-    if team.size > 1:
-        own = {"ckpt_path": checkpoint_digest(path)}
-        fix = "Copy the checkpoint of rank 0 to the same path on every host."
-        check_same(team.all_gather((gethostname(), own)), fix)
+    if team.size == 1:
+        return
+    name = None if path is None else Path(path).name
+    if path is not None and "://" not in str(path) and not Path(path).is_dir():
+        # a file that is damaged is refused when it is loaded
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+            # torch keeps a checksum of each part at the end
+            parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
+            name = f"{name} ({zlib.crc32(repr(parts).encode()):08x})"
+    fix = "Copy the checkpoint of rank 0 to the same path on every host."
+    check_same(team.all_gather((gethostname(), {"ckpt_path": name})), fix)
 
 
 def check_same_prompts(team: Team, sets: Mapping[str, Iterable[Prompt]]) -> None:
     """Refuse ranks that have read other data."""
-    if team.size > 1:
-        own = {f"{stage}_data": prompts_digest(prompts) for stage, prompts in sets.items()}
-        check_same(team.all_gather((gethostname(), own)), "Copy the data of rank 0 to every host.")
-
-
-def check_shared_folder(trainer: Trainer, team: Team) -> None:
-    """Refuse ranks that would write the parts of a checkpoint to different disks."""
-    if not getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+    if team.size == 1:
         return
-    root = Path(trainer.default_root_dir).absolute()
+    own = {}
+    for stage, prompts in sets.items():
+        number = digest = 0
+        for number, prompt in enumerate(prompts, start=1):  # noqa: B007
+            digest = zlib.crc32(prompt.uid.encode(), digest)
+            digest = zlib.crc32(array("i", prompt.token_ids).tobytes(), digest)
+        own[f"{stage}_data"] = f"{number:,} prompts ({digest:08x})"
+    check_same(team.all_gather((gethostname(), own)), "Copy the data of rank 0 to every host.")
+
+
+def check_shared_folder(root: Path, team: Team) -> None:
+    """Refuse ranks that would write the parts of a checkpoint to different disks."""
     mark: Path = team.broadcast(root / f".shared-{secrets.token_hex(8)}")
     if team.leads:
         root.mkdir(parents=True, exist_ok=True)

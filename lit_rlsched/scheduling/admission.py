@@ -355,27 +355,24 @@ class SlotSettings:
         of half the maximum length. Most completions are shorter than that; if they are not, vLLM
         preempts some and computes their cache twice.
         """
-        budget = None
-        if self.memory_budget is not None and cache.block is not None:
-            budget = self._budget(self.memory_budget, cache, max_completion_length)
-        elif cache.capacity is not None and replace(self, engines=1) != SlotSettings():
-            self._check_capacity(cache, cache.capacity, slots)
-        elif cache.capacity is not None:
-            slots = min(slots, max(DEFAULT_SLOTS, 2 * cache.capacity // cache.whole))
-        return Admission(slots, self.refill, order, budget)
-
-    def _budget(self, budget: int, cache: KVCache, max_completion_length: int) -> CacheBudget:
-        """The smaller of the user's budget and the engine's cache."""
-        tokens, block = budget // cache.token_bytes, cache.block or 1
-        tokens = tokens if cache.capacity is None else min(tokens, cache.capacity)
-        if tokens < cache.whole:
-            raise UsageError(
-                f"`memory_budget={budget}` bytes{self._each} hold {tokens} tokens of cache. One "
-                f"completion may take {cache.whole} tokens or {cache.whole * cache.token_bytes} "
-                f"bytes, and the engine keeps one block of {block} tokens. Raise the budget, or "
-                "lower `max_completion_length`."
-            )
-        return CacheBudget(tokens, block, max(block, -(-max_completion_length // LEASES)))
+        capacity, block = cache.capacity, cache.block
+        if (budget := self.memory_budget) is not None and block is not None:
+            tokens = budget // cache.token_bytes
+            tokens = tokens if capacity is None else min(tokens, capacity)
+            if tokens < cache.whole:
+                raise UsageError(
+                    f"`memory_budget={budget}` bytes{self._each} hold {tokens} tokens of cache. "
+                    f"One completion may take {cache.whole} tokens or "
+                    f"{cache.whole * cache.token_bytes} bytes, and the engine keeps one block of "
+                    f"{block} tokens. Raise the budget, or lower `max_completion_length`."
+                )
+            lease = max(block, -(-max_completion_length // LEASES))
+            return Admission(slots, self.refill, order, CacheBudget(tokens, block, lease))
+        if capacity is not None and replace(self, engines=1) != SlotSettings():
+            self._check_capacity(cache, capacity, slots)
+        elif capacity is not None:
+            slots = min(slots, max(DEFAULT_SLOTS, 2 * capacity // cache.whole))
+        return Admission(slots, self.refill, order)
 
     def _check_capacity(self, cache: KVCache, capacity: int, slots: int) -> None:
         """Refuse slots that the cache cannot fill with completions of the maximum length."""

@@ -283,8 +283,14 @@ def _calibration(
     if len(np.unique(predicted)) > 1 and len(np.unique(came)) > 1:
         correlation = np.corrcoef(_ranks(predicted), _ranks(came))[0, 1]  # Spearman's
         metrics["rank_correlation"] = float(correlation)
-    if capped.any():
-        metrics["cap_coverage"] = _coverage(predicted + have, capped)
+    if count := int(capped.sum()):
+        # R-precision: the share of the R capped completions among the R longest predicted. Of equal
+        # predictions at the border each counts in part, so that their order does not matter.
+        totals = predicted + have
+        least = np.sort(totals)[-count]
+        above, equal = totals > least, totals == least
+        found = float(capped[above].sum() + (count - int(above.sum())) * capped[equal].mean())
+        metrics["cap_coverage"] = found / count
     return metrics
 
 
@@ -293,18 +299,6 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends: np.ndarray = counts.cumsum()
     return (ends - (counts - 1) / 2)[inverse]
-
-
-def _coverage(predicted: np.ndarray, capped: np.ndarray) -> float:
-    """R-precision: the share of the R capped completions among the R longest predicted.
-
-    Of equal predictions at the border each counts in part, so that their order does not matter.
-    """
-    count = int(capped.sum())
-    least = np.sort(predicted)[-count]
-    above, equal = predicted > least, predicted == least
-    places = count - int(above.sum())
-    return float(capped[above].sum() + places * capped[equal].mean()) / count
 
 
 def _environment(sample: Sample) -> str:

@@ -44,7 +44,8 @@ def lower_bound(lengths: Steps, slots: int, loads: Steps | None = None) -> float
     jobs would fill the slots if they could be cut up; and, for every k, the `k + 1` shortest of the
     `k * slots + 1` longest jobs and loads, since some slot has `k + 1` of these.
     """
-    check_slots(slots)
+    if slots < 1:
+        raise UsageError(f"`slots={slots}`: use 1 or more.")
     jobs, busy = _check(lengths, slots, loads)
     pieces = np.sort(np.concatenate([jobs, busy]))[::-1]
     sums = np.concatenate([[0], np.cumsum(pieces)])
@@ -151,7 +152,11 @@ def _search(
         grown = states[parent]
         grown[np.arange(len(parent)), rank] += job
         grown.sort(axis=1)
-        kept = _first_of_each(grown // grain)
+        rounded = grown // grain
+        order = np.lexsort(rounded.T)
+        new = np.ones(len(order), bool)  # the first of each group of equal states
+        new[1:] = (rounded[order[1:]] != rounded[order[:-1]]).any(axis=1)
+        kept = order[new]
         states = grown[kept]
         history.append((parent[kept], rank[kept]))
 
@@ -169,14 +174,6 @@ def _search(
     return slot_of
 
 
-def _first_of_each(rows: np.ndarray) -> np.ndarray:
-    """The index of the first of each group of equal rows."""
-    order = np.lexsort(rows.T)
-    new = np.ones(len(order), bool)
-    new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
-    return order[new]
-
-
 def _queues(slot_of: np.ndarray, order: np.ndarray, slots: int) -> list[list[int]]:
     queues: list[list[int]] = [[] for _ in range(slots)]
     for job, slot in zip(order.tolist(), slot_of.tolist(), strict=True):
@@ -184,15 +181,12 @@ def _queues(slot_of: np.ndarray, order: np.ndarray, slots: int) -> list[list[int
     return queues
 
 
-def check_slots(slots: int) -> None:
-    if slots < 1:
-        raise UsageError(f"`slots={slots}`: use 1 or more.")
-
-
 def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray, np.ndarray]:
     """Jobs and loads as arrays of one dtype: int64, or float64 if any value is a float."""
-    jobs = check_steps("lengths", lengths)
-    busy = check_steps("loads", [0] * slots if loads is None else loads)
+    jobs, busy = (
+        _steps("lengths", lengths),
+        _steps("loads", [0] * slots if loads is None else loads),
+    )
     if len(busy) != slots:
         raise UsageError(
             f"`loads` has {len(busy)} values for {slots} slots: give one per slot, 0 for a free "
@@ -202,7 +196,7 @@ def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray,
     return jobs.astype(dtype), busy.astype(dtype)
 
 
-def check_steps(name: str, values: Steps) -> np.ndarray:
+def _steps(name: str, values: Steps) -> np.ndarray:
     steps = np.asarray(values)
     whole = not steps.size or steps.dtype.kind in "biu"
     steps = steps.astype(np.int64 if whole else np.float64)

@@ -85,11 +85,6 @@ class Oracle(LengthPredictor):
     """
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
-        if isinstance(trace, str | Path) and not Path(trace).exists():
-            raise UsageError(
-                f"`Oracle(trace={str(trace)!r})`: there is no such file or folder. Give the path "
-                "of a trace."
-            )
         recorded = TraceLengths(trace).lengths if isinstance(trace, str | Path) else trace
         if not isinstance(recorded, Mapping) or not recorded:
             raise UsageError(
@@ -107,7 +102,9 @@ class Oracle(LengthPredictor):
 def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a resumed request add up."""
     if not path.exists():
-        raise UsageError(f"trace {str(path)!r}: there is no such file or folder")
+        raise UsageError(
+            f"trace {str(path)!r}: there is no such file or folder. Give the path of a trace."
+        )
     table = Traces(path).rows("spans") if path.is_dir() else _rows(path)
     names = {name for row in table for name in row} & {"tokens", "request"} | {"tokens"}
     for number, row in enumerate(table or [{}]):

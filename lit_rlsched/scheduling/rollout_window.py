@@ -42,29 +42,24 @@ def places(
     placed: list[int] = []
     taken: list[int] = []
     refused = len(overtaken)
+
+    def may_be_left(number: int) -> bool:
+        later = len(taken) - bisect_right(taken, number)
+        return min(overtaken[number], overtakes) + later <= overtakes
+
     for number in decoded:
         if len(placed) == update_prompts:
             break
         if number > refused:
             continue  # it would need all that this one needs
         insort(taken, number)
-        reserved = _reserved(taken, overtaken, overtakes)
+        reserved = bisect_left(range(len(overtaken)), True, key=may_be_left)  # the first prompts
         if len(taken) + reserved - bisect_left(taken, reserved) <= update_prompts:
             placed.append(number)
         else:
             taken.remove(number)
             refused = number
     return placed
-
-
-def _reserved(taken: Sequence[int], overtaken: Sequence[int], overtakes: int) -> int:
-    """Number of prompts, the first ones, that may not be left if this update takes some others."""
-
-    def may_be_left(number: int) -> bool:
-        later = len(taken) - bisect_right(taken, number)
-        return min(overtaken[number], overtakes) + later <= overtakes
-
-    return bisect_left(range(len(overtaken)), True, key=may_be_left)
 
 
 class WindowRound(RoundRule):

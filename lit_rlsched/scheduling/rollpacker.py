@@ -135,22 +135,21 @@ class TensorParallelPlanner:
 
 def check_bounds(minimum: int, maximum: int | None) -> None:
     """Refuse bounds without a size between them; a `maximum` of `None` is not known yet."""
-    check_sizes(minimum=minimum, maximum=maximum)
-    if maximum is not None and minimum > maximum:
+    check_power_of_two(f"ParallelismPlanner({minimum=})", minimum)
+    if maximum is None:
+        return
+    check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
+    if minimum > maximum:
         raise UsageError(
             f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
             "`maximum`. Swap them, or leave `minimum` out."
         )
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Refuse sizes that are not powers of two; `None` is a size that is not known yet."""
-    for name, n in sizes.items():
-        if n is not None and (type(n) is not int or n < 1 or n & (n - 1)):
-            raise UsageError(
-                f"`ParallelismPlanner`: `{name}={n!r}`: must be a power of two, such as 1, 2, 4 "
-                "or 8."
-            )
+def check_power_of_two(setting: str, size: int) -> None:
+    """Refuse a tensor-parallel size that halving and doubling does not lead to."""
+    if type(size) is not int or size < 1 or size & (size - 1):
+        raise UsageError(f"`{setting}` must be a power of two: use 1, 2, 4 or 8.")
 
 
 class AdaptiveTimeout:

@@ -1,7 +1,7 @@
 """SortedRL: train on completions as they finish, and load prompts a pool at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
 
@@ -11,39 +11,6 @@ from lit_rlsched.types import Group
 
 Mode = Literal["on_policy", "partial"]
 Unit = Literal["group", "completion"]
-
-
-@dataclass(frozen=True, slots=True)
-class SortedSettings:
-    """The arguments of `SortedBatching`, which documents them."""
-
-    pool_rounds: int = 4
-    update_prompts: int | None = None
-    mode: Mode = "on_policy"
-    max_staleness: int | None = None
-    oversubscribe: float | None = None
-    mask_stale_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_staleness", "mask_stale_tokens"):
-            if self.mode != "partial" and (value := getattr(self, name)):
-                raise UsageError(
-                    f"`SortedBatching({name}={value!r}, mode={self.mode!r})`: no token is stale "
-                    f"in that mode. Use `mode='partial'`, or leave `{name}` out."
-                )
-
-    def rule(self, prompts_per_round: int, num_generations: int, unit: Unit) -> "SortedRound":
-        """Make the rule."""
-        pool = self.pool_rounds * prompts_per_round
-        update = self.update_prompts or prompts_per_round
-        if update > pool:
-            raise UsageError(
-                f"`SortedBatching(update_prompts={update})` is more than its pool holds: "
-                f"`pool_rounds={self.pool_rounds}` times `prompts_per_round={prompts_per_round}` "
-                f"is {pool} prompts. Use {pool} or less, or more `pool_rounds`."
-            )
-        limits = self.mode, self.max_staleness, self.oversubscribe
-        return SortedRound(update, pool, num_generations, unit, *limits)
 
 
 class SortedRound(RoundRule):

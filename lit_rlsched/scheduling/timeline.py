@@ -51,11 +51,6 @@ def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
     return whole
 
 
-def seconds(spans: Iterable[Span]) -> float:
-    """Return the length of all spans together."""
-    return sum(end - start for start, end in spans)
-
-
 TRAINER, ENGINES, REWARDS = "trainer", "engines", "rewards"
 DECODE, WEIGHTS, OTHER, WAIT = "decode", "weights", "other", "wait"
 UPDATE = "update"
@@ -158,8 +153,7 @@ class Lap:
 class Timeline:
     """Collects intervals of trainer and engines, also from a rollout in a thread of its own.
 
-    Args:
-        now: Clock of the trainer; engines on the same node have the same.
+    `now` is the clock of the trainer; engines on the same node have the same.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -15,53 +15,51 @@ from lit_rlsched.scheduling.noise import splitmix64
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Sample
 
+LAST = 4
+"""Last tokens of a completion that are features of their own."""
 
-class HashedTokens:
-    """Hashes the tokens of samples into features `[N, size]`, without a vocabulary.
+
+def hashed_tokens(samples: Sequence[Sample], size: int) -> np.ndarray:
+    """Hash the tokens of samples into features `[N, size]`, without a vocabulary.
 
     Signed feature hashing (Weinberger et al., arXiv 0902.2206) of the single tokens and the pairs
     of prompt and completion, and of the completion's last tokens with their distance from its end.
+    The prompt of each group is hashed once.
     """
 
-    last = 4
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Hash the tokens of each sample; the prompt of each group only once."""
-        groups = {sample.group.id: sample.group for sample in samples}
-        at = {name: i for i, name in enumerate(groups)}
-        ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
-        # long prompts must not dominate
-        scale = np.bincount(owners).clip(1) ** -0.5
-        prompts = np.zeros((len(groups), self.size))
-        self._add(prompts, owners, 1, ids, scale[owners])
-        keys, pair_owners = _pairs(ids, owners)
-        self._add(prompts, pair_owners, 2, keys, scale[pair_owners])
-        features = prompts[[at[sample.group.id] for sample in samples]]
-
-        ids, owners, from_end = _flat([sample.completion.token_ids for sample in samples])
-        for salt, keys, places in ((3, ids, owners), (4, *_pairs(ids, owners))):
-            keys, places, counts = _unique(keys, places)
-            self._add(features, places, salt, keys, np.log1p(counts))
-        late = from_end < self.last
-        self._add(features, owners[late], 5 + from_end[late], ids[late], np.ones(late.sum()))
-        return features
-
-    def _add(
-        self,
+    def add(
         features: np.ndarray,
         owners: np.ndarray,
-        salt: int | np.ndarray,
+        kind: int | np.ndarray,
         keys: np.ndarray,
         values: np.ndarray,
     ) -> None:
-        """Add each value to the feature of its owner that key and salt select."""
-        bits = splitmix64(keys + splitmix64(np.atleast_1d(salt).astype(np.uint64)))
+        """Add each value to the feature of its owner that kind and key select."""
+        bits = splitmix64(keys + splitmix64(np.atleast_1d(kind).astype(np.uint64)))
         signs = 1.0 - 2.0 * (bits >> np.uint64(63))
-        columns = (bits % np.uint64(self.size)).astype(np.int64)
-        np.add.at(features.ravel(), owners * self.size + columns, signs * values)
+        columns = (bits % np.uint64(size)).astype(np.int64)
+        np.add.at(features.ravel(), owners * size + columns, signs * values)
+
+    groups = {sample.group.id: sample.group for sample in samples}
+    at = {name: i for i, name in enumerate(groups)}
+    ids, owners, _ = _flat([group.prompt.token_ids for group in groups.values()])
+    scale = np.bincount(owners).clip(1) ** -0.5  # long prompts must not dominate
+    prompts = np.zeros((len(groups), size))
+    for kind, keys, places in ((1, ids, owners), (2, *_pairs(ids, owners))):
+        add(prompts, places, kind, keys, scale[places])
+    features = prompts[[at[sample.group.id] for sample in samples]]
+
+    ids, owners, from_end = _flat([sample.completion.token_ids for sample in samples])
+    for kind, keys, places in ((3, ids, owners), (4, *_pairs(ids, owners))):
+        order = np.lexsort((keys, places))
+        keys, places = keys[order], places[order]
+        first = np.ones(len(keys), dtype=bool)  # of each distinct key of an owner
+        first[1:] = (keys[1:] != keys[:-1]) | (places[1:] != places[:-1])
+        counts = np.diff(np.flatnonzero(first), append=len(keys))
+        add(features, places[first], kind, keys[first], np.log1p(counts))
+    late = from_end < LAST
+    add(features, owners[late], 5 + from_end[late], ids[late], np.ones(late.sum()))
+    return features
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -76,15 +74,6 @@ def _pairs(ids: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """A key for each pair of neighbours in one list, and the index of the list."""
     inside = owners[:-1] == owners[1:]
     return (splitmix64(ids[:-1]) + ids[1:])[inside], owners[1:][inside]
-
-
-def _unique(keys: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each distinct key of an owner, the owners, and the number of occurrences."""
-    order = np.lexsort((keys, owners))
-    keys, owners = keys[order], owners[order]
-    first = np.ones(len(keys), dtype=bool)
-    first[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
-    return keys[first], owners[first], np.diff(np.flatnonzero(first), append=len(keys))
 
 
 class TokenConditioned(LengthPredictor):
@@ -123,9 +112,8 @@ class TokenConditioned(LengthPredictor):
     ) -> None:
         self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
         self.history = history or PromptHistory()
-        self._tokens = HashedTokens(features)
-        self.size = features + 7
-        """Number of all features; the last one is the constant 1."""
+        self.features, self.size = features, features + 7
+        """Number of all features, with the 7 of `_scalars`."""
         self._gram = np.zeros((self.size, self.size))
         self._moment = np.zeros(self.size)
         self._came, self._predicted = 0.0, 0.0
@@ -135,7 +123,7 @@ class TokenConditioned(LengthPredictor):
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         if not samples:
             return []
-        x = np.concatenate([self._tokens(samples), self._scalars(samples)], axis=1)
+        x = np.concatenate([hashed_tokens(samples, self.features), self._scalars(samples)], axis=1)
         if self._gram[-1, -1]:
             raw = self._fitted(x)
             expected = raw * (self._came / self._predicted)
@@ -213,12 +201,8 @@ class TokenConditioned(LengthPredictor):
 
     def _fitted(self, x: np.ndarray) -> np.ndarray:
         """The regression's values for features `[N, size]`, before smearing."""
-        return np.exp(np.clip(x @ self._solved(), 0.0, 20.0))
-
-    def _solved(self) -> np.ndarray:
-        """Weights of the regression; the constant is not penalised."""
         if self._weights is None:
             penalty = np.full(self.size, self.ridge)
-            penalty[-1] = 1e-6
+            penalty[-1] = 1e-6  # the constant is not penalised
             self._weights = np.linalg.solve(self._gram + np.diag(penalty), self._moment)
-        return self._weights
+        return np.exp(np.clip(x @ self._weights, 0.0, 20.0))

@@ -69,22 +69,12 @@ class RolloutTrace:
         """Decode steps of the rollout. With several engines: its turns, the logical clock."""
         self.work_times: list[tuple[float, float]] = []
         """Start and end of each gradient computation during the rollout, by `time.monotonic`."""
-        self._origin: float | None = None
+        self.origin: float | None = None
+        """When the first step began, in seconds on the engine's clock."""
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
         self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
-
-    @property
-    def origin(self) -> float | None:
-        """When the first step began, in seconds on the engine's clock."""
-        return self._origin
-
-    @property
-    def work(self) -> list[tuple[float, float]]:
-        """`work_times` since the first step; none if nothing needed to be decoded."""
-        origin = self._origin
-        return [] if origin is None else [(a - origin, b - origin) for a, b in self.work_times]
 
     @property
     def slots(self) -> int:
@@ -137,20 +127,6 @@ class RolloutTrace:
         return (idle + sum(drained)) / total
 
     @property
-    def usage(self) -> tuple[list[float], list[float]]:
-        """Times, and the number of requests that ran between each two of them."""
-        ends, running = self.steps["end"], self.steps["running"]
-        if self.engines == 1:
-            return [0.0, *ends], running
-        last, changes = [0.0] * self.engines, dict[float, float]()
-        for engine, end, ran in zip(map(int, self.steps["engine"]), ends, running, strict=True):
-            changes[last[engine]] = changes.get(last[engine], 0) + ran
-            changes[end] = changes.get(end, 0) - ran
-            last[engine] = end
-        times = sorted(time for time, change in changes.items() if change)
-        return times, np.cumsum([changes[time] for time in times])[:-1].tolist()
-
-    @property
     def tokens(self) -> int:
         """Tokens of the requests that have left."""
         return sum(self.spans["tokens"])
@@ -167,7 +143,10 @@ class RolloutTrace:
         starts, ends = np.array(self.steps["start"])[order], np.array(self.steps["end"])[order]
         ends = np.maximum.accumulate(ends)  # steps of several engines may overlap
         starts[1:] = np.maximum(starts[1:], ends[:-1])
-        overlaps = (np.minimum(ends, end) - np.maximum(starts, start) for start, end in self.work)
+        if (origin := self.origin) is None:
+            return 0.0
+        times = ((start - origin, end - origin) for start, end in self.work_times)
+        overlaps = (np.minimum(ends, end) - np.maximum(starts, start) for start, end in times)
         return float(sum(overlap.clip(min=0).sum() for overlap in overlaps))
 
     @property
@@ -181,10 +160,10 @@ class RolloutTrace:
 
     def admitted(self, request_id: str, now: float, engine: int = 0) -> None:
         """Record that a request took the lowest free slot of an engine."""
-        if self._origin is None:
-            self._origin = now
+        if self.origin is None:
+            self.origin = now
         slot = heapq.heappop(self._free[engine])
-        self._live[request_id] = (slot, now - self._origin, self.decode_steps)
+        self._live[request_id] = (slot, now - self.origin, self.decode_steps)
 
     def take(self, step: Step) -> None:
         """Record a step of the only engine."""
@@ -192,12 +171,12 @@ class RolloutTrace:
 
     def take_turn(self, steps: Mapping[int, Step]) -> None:
         """Record a turn: a step of each busy engine, by the index of the engine."""
-        if self._origin is None and any(step.admitted for step in steps.values()):
-            self._origin = min(step.start for step in steps.values())
+        if self.origin is None and any(step.admitted for step in steps.values()):
+            self.origin = min(step.start for step in steps.values())
         for engine, step in steps.items():
             for request_id in step.admitted:
                 self.admitted(request_id, step.start, engine)
-        origin = self._origin
+        origin = self.origin
         assert origin is not None, "a step before anything was admitted"
         before, ran = self.decode_steps, 0
         self.decode_steps += max(map(attrgetter("decode_steps"), steps.values()))
@@ -230,10 +209,10 @@ class RolloutTrace:
         """Record that a request left its slot after drawing `tokens`."""
         if request_id not in self._live:
             return  # the step in which it was admitted failed
-        assert self._origin is not None, "a request left before anything was admitted"
+        assert self.origin is not None, "a request left before anything was admitted"
         slot, start, start_step = self._live.pop(request_id)
         heapq.heappush(self._free[slot // self._places], slot)
-        row = (request_id, slot, start, now - self._origin, start_step, self.decode_steps, tokens)
+        row = (request_id, slot, start, now - self.origin, start_step, self.decode_steps, tokens)
         for column, value in zip(self.spans.values(), row, strict=True):
             column.append(value)
 

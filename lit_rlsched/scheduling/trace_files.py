@@ -155,11 +155,7 @@ class Tables(ABC):
         """Return the parts of a table, in the order of the rounds."""
 
     def table(self, name: str) -> "pa.Table":
-        """Return all rows of a table, which may have none, in the order of the rounds.
-
-        Raises:
-            UsageError: a file cannot be read.
-        """
+        """Return all rows of a table, which may have none, in the order of the rounds."""
         import pyarrow as pa
 
         if name not in self._tables:
@@ -174,12 +170,7 @@ class Tables(ABC):
 
 
 class Newest(Tables):
-    """The newest rounds of other tables: what a run is like now, and not when it began.
-
-    Args:
-        tables: The other tables.
-        rounds: Number of rounds whose completions are kept, and all else that is as new.
-    """
+    """The newest rounds of other tables: what a run is like now, and not when it began."""
 
     def __init__(self, tables: Tables, rounds: int) -> None:
         super().__init__()
@@ -199,14 +190,7 @@ class Newest(Tables):
 
 
 class Traces(Tables):
-    """The traces of a run.
-
-    Args:
-        folder: Folder of a run, or its folder `traces`.
-
-    Raises:
-        UsageError: there are no traces, or they are of another version.
-    """
+    """The traces of a run, from its folder or its folder `traces`."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
@@ -230,11 +214,7 @@ class Traces(Tables):
             )
 
     def check(self) -> None:
-        """Look whether the tables are there, as far as they have rows.
-
-        Raises:
-            UsageError: a file cannot be read, or a table lacks a column.
-        """
+        """Refuse tables that have rows and lack a column."""
         for name, columns in TABLES.items():
             table = self.table(name)
             missing = [column for column in columns if column not in table.column_names]

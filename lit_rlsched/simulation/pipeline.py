@@ -393,9 +393,9 @@ class Pipeline:
 
     def _streamed(self, current: _Round, rollout: float, update: float) -> float:
         """Seconds of gradients that are computed while others decode."""
-        if (streaming := self.schedule.streaming) is None:
+        if (start := self.schedule.streaming) is None:
             return 0.0
-        first = max(1, int(streaming.start * self.schedule.rule.update_prompts))
+        first = max(1, int(start * self.schedule.rule.update_prompts))
         total, beside = sum(map(len, current.trained)), 0.0
         groups = {group.id: group for group in current.drawn.harvest.trained}
         ready = [(at, groups[n]) for n, at in current.certain.items() if n in groups]

@@ -13,7 +13,6 @@ from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
 from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.scheduling.round_rule import RoundRule
-from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.selection import Selection
 from lit_rlsched.types import Group, Prompt, Sampling
@@ -117,8 +116,8 @@ class Schedule:
     max_num_gen_batches: int = 1
     """A round may draw this many times its prompts, to replace prompts whose completions all have
     the same reward: `DynamicSampling`."""
-    streaming: Streaming | None = None
-    """When gradients are computed during the rollout: `StreamedTraining`."""
+    streaming: float | None = None
+    """Share of an update that is ready before gradients are computed: `StreamedTraining`."""
     ahead: bool = False
     """Whether the next round is drawn during the update: `AsyncRollout`."""
     timeouts: AdaptiveTimeout | None = None

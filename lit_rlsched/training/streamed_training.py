@@ -1,28 +1,57 @@
 """Compute gradients of groups that are ready while other groups still decode."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.streamed_training import Parts, Streaming
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Group
+from lit_rlsched.types import Group, Sample
+
+
+class Parts:
+    """Cuts the groups that a round will train on into parts, each as large as a micro-batch.
+
+    RollPacker's stream trainer. The first part waits for the share `start` of an update's prompts.
+    Parts depend only on the order in which groups are decoded, not on when scores arrive or how
+    fast the trainer is, so that a repeated run is equal bit for bit.
+    """
+
+    def __init__(self, start: float, update_prompts: int, part_tokens: int) -> None:
+        self._first = start * update_prompts
+        self._part_tokens = part_tokens
+        self._taken: set[str] = set()
+        self._pending: list[Group] = []
+        self._tokens = 0  # of `_pending`
+
+    def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
+        """Yield the parts that have become ready; more scores may arrive between two of them."""
+        for group in final_groups:
+            if group.id in self._taken:
+                continue
+            if not group.complete:
+                return  # later groups may belong to its part
+            self._taken.add(group.id)
+            self._pending.append(group)
+            self._tokens += sum(len(Sample(group, c)) for c in group.completions)
+            if len(self._taken) >= self._first and self._tokens >= self._part_tokens:
+                part, self._pending, self._tokens = self._pending, [], 0
+                yield part
 
 
 class GradientStream:
     """Accumulates the gradients of a round's groups as they become ready.
 
-    `divisor` is that of `OptimizerStep`. `meanwhile` is called between two parts, to serve the
-    reward workers.
+    `start` is that of `Parts`, `divisor` that of `OptimizerStep`. `meanwhile` is called between two
+    parts, to serve the reward workers.
     """
 
     def __init__(
         self,
-        streaming: Streaming,
+        start: float,
         update: Update,
         drafts: Drafts,
         *,
@@ -40,7 +69,7 @@ class GradientStream:
         self._divisor = divisor
         self._meanwhile = meanwhile
         prompts, tokens = update.schedule.rule.update_prompts, update.settings.micro_batch_tokens
-        self._ready = Parts(streaming, prompts, tokens).ready
+        self._ready = Parts(start, prompts, tokens).ready
         self._parts: list[OptimizerStep] = []
         self._copies: list[tuple[Group, Group]] = []
 

@@ -167,7 +167,12 @@ def test_a_resumed_run_keeps_to_its_own_limits(fit, tmp_path, limits, size):
         (TransformersEngine, {}, [], r"nothing to choose: `TransformersEngine`.*Remove the call"),
         (lambda: Divisible({}), {"maximum": 16}, [], r"maximum=16\)`.*allow 8. Use 8"),
         (lambda: Divisible({}), {"minimum": 2}, [], r"`Divisible\(tensor_parallel_size=1\)`.*2 to"),
-        (lambda: Divisible({}, size=6), {}, [], r"`size=6`: must be a power of two"),
+        (
+            lambda: Divisible({}, size=6),
+            {},
+            [],
+            r"tensor_parallel_size=6\)` must be a power of two",
+        ),
         (
             lambda: Divisible({}),
             {},

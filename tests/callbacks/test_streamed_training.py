@@ -19,7 +19,6 @@ from lit_rlsched.callbacks import (
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.scheduling.streamed_training import Streaming
 
 EXACT = {"precision": "64-true", "max_epochs": 3}
 RAGGED = {
@@ -53,7 +52,7 @@ class Stream(Rounds):
         self.start, self.policy = start, policy
 
     def setup(self, trainer, pl_module, stage):
-        trainer.datamodule.run.schedule.streaming = Streaming(self.start)
+        trainer.datamodule.run.schedule.streaming = self.start
         if self.policy:
             trainer.datamodule.run.schedule.rule = self.policy
 

@@ -320,8 +320,6 @@ def test_the_bubble_ratio_of_two_engines_by_hand():
     assert trace.decode_steps == 10 and trace.slot_steps == 40
     assert trace.busy_slot_steps == trace.tokens == 18
     assert trace.peak_running == 4
-    times, running = trace.usage
-    assert (times, running) == ([0, 4, 10], [4, 1])
     assert trace.steps["engine"] == [0, 1, 0, 0]
     windows = trace.tables()["steps"].to_pydict()
     assert sorted(windows["engine"]) == sorted(trace.steps["engine"])
@@ -341,7 +339,6 @@ def test_an_engine_that_rests_for_a_while_is_idle():
     # engine 0 runs from 0 to 4 s; engine 1 from 1.5 s to 3 s and from 6 s to 7 s
     assert trace.seconds == 7.0 and trace.decode_steps == 4
     assert trace.bubble_ratio == pytest.approx((3 + 1.5 + 3) / (7 * 2))
-    assert trace.usage == ([0, 1.5, 3, 4, 6, 7], [1, 2, 1, 0, 1])
     assert trace.spans["slot"] == [0, 1]
 
 

@@ -14,11 +14,10 @@ from ruled_rounds import ADMISSIONS, SEED, Case, Run, Stopped, blank, changed, p
 
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.controller import completion_seed
-from lit_rlsched.scheduling.racing import PATIENCE
 from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
-from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
 from lit_rlsched.types import Completion
 
 few = settings(max_examples=settings.default.max_examples // 2)  # of each rule

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruled_rounds import Case, Run, changed, plain
 
-from lit_rlsched.scheduling.racing import PATIENCE, quotas
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound, quotas
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 

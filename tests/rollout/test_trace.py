@@ -1,5 +1,3 @@
-from collections import Counter
-
 import pytest
 import torch
 from hypothesis import given
@@ -47,7 +45,7 @@ def test_a_freed_slot_is_taken_again():
     assert trace.spans["slot"] == [0, 0, 0]
     tables = trace.tables()
     assert {*STEP_COLUMNS} < {*tables["steps"].column_names}
-    assert tables["spans"].num_rows == 3 and tables["updates"].num_rows == 0
+    assert tables["spans"].num_rows == 3
 
 
 def test_gradients_overlap_with_the_steps_they_are_computed_in():
@@ -59,7 +57,6 @@ def test_gradients_overlap_with_the_steps_they_are_computed_in():
         trace.worked(start, end)
     assert trace.work_seconds == 2 + 1 + 2.5 + 1
     assert trace.overlap_seconds == (1 + 0.5) + 1 + 0.5
-    assert trace.work == [(1, 3), (3.5, 4.5), (5.5, 8), (10, 11)]
 
 
 def test_an_empty_trace():
@@ -73,7 +70,7 @@ def test_gradients_of_a_round_that_decoded_nothing():
     trace = RolloutTrace(slots=1)
     trace.worked(1.0, 2.0)
     assert trace.work_seconds == 1.0
-    assert trace.overlap_seconds == 0 and trace.work == []
+    assert trace.overlap_seconds == 0
 
 
 def test_every_figure_of_a_round_by_hand():
@@ -158,11 +155,10 @@ def test_the_turns_of_several_engines_by_hand():
 
 @st.composite
 def rollouts(draw):
-    """Slots, engines, turns, and the tokens of the running requests before each turn."""
+    """Slots, engines and turns."""
     places, running = draw(st.integers(1, 3)), [{} for _ in range(draw(st.integers(1, 3)))]
-    turns, drawn, now = [], [], 10.0
+    turns, now = [], 10.0
     for number in range(draw(st.integers(1, 6))):
-        drawn.append({name: tokens for of in running for name, tokens in of.items()})
         turn, took = {}, draw(st.integers(1, 8)) / 4
         for engine, of in enumerate(running):
             least = 0 if of or engine else 1  # the first engine is always busy
@@ -184,7 +180,7 @@ def rollouts(draw):
     for engine, of in enumerate(running):
         if of:
             turns[-1][engine].left |= of
-    return places * len(running), len(running), turns, [*drawn, {}]
+    return places * len(running), len(running), turns
 
 
 def traced(slots, engines, turns):
@@ -196,7 +192,7 @@ def traced(slots, engines, turns):
 
 @given(rollouts())
 def test_a_request_has_the_lowest_free_slot_of_its_engine(rollout):
-    slots, engines, turns, _ = rollout
+    slots, engines, turns = rollout
     places, expected = slots // engines, {}
     free = [{*range(i * places, (i + 1) * places)} for i in range(engines)]
     for turn in turns:
@@ -210,71 +206,16 @@ def test_a_request_has_the_lowest_free_slot_of_its_engine(rollout):
     assert trace.peak_running == max(sum(s.running for s in turn.values()) for turn in turns)
 
 
-def seconds_of(trace):
-    """Seconds in which each request ran."""
-    seconds = Counter()
-    columns = (trace.spans[name] for name in ("request", "start", "end"))
-    for name, start, end in zip(*columns, strict=True):
-        seconds[name] += end - start
-    return seconds
-
-
-@given(rollouts(), st.data())
-def test_the_two_parts_of_a_trace_are_the_whole(rollout, data):
-    slots, engines, turns, drawn = rollout
-    at = data.draw(st.integers(0, len(turns)))
-    whole, first = traced(slots, engines, turns), traced(slots, engines, turns[:at])
-    later = first.split(drawn[at])
-    for turn in turns[at:]:
-        later.take_turn(turn)
-    for figure in ("seconds", "decode_steps", "slot_steps", "busy_slot_steps", "tokens"):
-        assert getattr(first, figure) + getattr(later, figure) == getattr(whole, figure), figure
-    for figures in (seconds_of, lambda t: Counter(t.drawn)):
-        assert figures(first) + figures(later) == figures(whole)
-    idle = [trace.bubble_ratio * trace.seconds for trace in (first, later, whole)]
-    assert idle[0] + idle[1] == pytest.approx(idle[2])
-    slots_of = [
-        {*zip(trace.spans["request"], trace.spans["slot"], strict=True)}
-        for trace in (first, later, whole)
-    ]
-    assert slots_of[0] | slots_of[1] == slots_of[2]
-    assert later.origin == 10.0 + first.seconds
-
-
-def test_a_trace_that_is_split_by_hand():
-    trace = RolloutTrace(slots=3, dynamic=True)
-    assert trace.split({}).spans == trace.spans  # nothing has run
-    for name in "ab":
-        trace.admitted(name, 10.0)
-    trace.take(Step(10.0, 12.0, running=2, kv_tokens=2, decode_steps=2, left={"a": 2}))
-    later = trace.split({"b": 2})
-    assert trace.spans["tokens"] == [2, 2] and trace.spans["end"] == [2.0, 2.0]
-    assert trace.state_dict()["decode_steps"] == 2
-    later.take(
-        Step(12.0, 15.0, running=2, kv_tokens=4, decode_steps=3, admitted="c", left={"b": 5})
-    )
-    assert later.spans["slot"] == [1] and later.spans["tokens"] == [3]
-    assert later.spans["start"] == [0.0] and later.spans["end"] == [3.0]
-    assert later.seconds == 3.0 and later.bubble_ratio == 0
-    assert later.slots == 2
-
-
-@given(rollouts(), st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=3))
-def test_a_trace_of_a_checkpoint_is_the_one_that_was_saved(tmp_path_factory, rollout, updates):
+@given(rollouts())
+def test_a_trace_of_a_checkpoint_is_the_one_that_was_saved(tmp_path_factory, rollout):
     file = tmp_path_factory.mktemp("trace") / "state.pt"
-    trace = traced(*rollout[:3])
-    trace.updates += updates
+    trace = traced(*rollout)
     trace.worked(11.0, 12.5)
     torch.save(trace.state_dict(), file)
     state = torch.load(file, weights_only=True)
     again = RolloutTrace.from_state(state)
     assert again.tables() == trace.tables()
     assert (again.bubble_ratio, again.origin) == (trace.bubble_ratio, trace.origin)
-    columns = {n: [u[i] for u in updates] for i, n in enumerate(("began", "turn", "version"))}
-    found = again.tables().get("updates")
-    assert (found.to_pydict() if found else None) == (columns if updates else None)
-    del state["updates"]  # a checkpoint may be older than they are
-    assert RolloutTrace.from_state(state).updates == []
 
 
 def test_a_trace_is_saved_once_its_rollout_is_over():

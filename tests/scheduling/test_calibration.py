@@ -8,15 +8,55 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from told_lengths import CAP, LENGTHS, Told, asked, finish
 
 from lit_rlsched.scheduling.length_prediction import (
     CalibratedPredictor,
     PromptHistory,
-    _ranks,
 )
+from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
+from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
+
+CAP = 100
+
+
+def asked(lengths, number=0, drawn=0):
+    """One group a length, nothing of it drawn unless `drawn`."""
+    return [
+        Sample(Group(f"p{i}/{number}", Prompt(f"p{i}", "", (i,)), Sampling(CAP), [c]), c)
+        for i in range(len(lengths))
+        for c in [Completion(0, [1] * drawn)]
+    ]
+
+
+def finish(samples, lengths):
+    for sample, length in zip(samples, lengths, strict=True):
+        sample.completion.token_ids = [1] * length
+        sample.completion.finish_reason = "length" if length == CAP else "stop"
+    return samples
+
+
+class Told:
+    """Says what it is told to say."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def predict(self, samples):
+        return self.answers.pop(0)
+
+    def observe(self, samples):
+        self.observed = len(samples)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+LENGTHS = [int(n) for n in np.linspace(5, 95, 64)]
 
 
 def spearman(a, b):
@@ -47,15 +87,6 @@ def test_metrics_by_brute_force(pairs):
     assert ("length_prediction/cap_coverage" in metrics) == (CAP in lengths)
 
 
-def test_cap_coverage_counts_the_capped_among_as_many_longest():
-    lengths = [CAP, CAP, CAP, 10, 20, 30]
-    calibrated = CalibratedPredictor(Told([90, 20, 80, 85, 1, 2]))
-    samples = asked(lengths)
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, lengths))
-    assert calibrated.end_round()["length_prediction/cap_coverage"] == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize(("second", "coverage"), [(85, 0.5), (89, 1.0)])
 def test_cap_coverage_of_two(second, coverage):
     lengths = [CAP, 10, CAP, 20, 30, 40]
@@ -72,10 +103,6 @@ def test_cap_coverage_is_of_whole_completions_not_of_what_comes():
     calibrated.expect(samples)
     calibrated.observe(finish(samples, [CAP, 10]))
     assert calibrated.end_round()["length_prediction/cap_coverage"] == 1.0
-
-
-def test_ranks_by_hand():
-    assert _ranks(np.array([10.0, 30.0, 20.0, 20.0])).tolist() == [1, 4, 2.5, 2.5]
 
 
 def test_equal_lengths_have_no_rank_correlation():
@@ -236,3 +263,71 @@ def test_what_a_checkpoint_can_hold_is_kept():
     told, state = Told(), {"a": [1, 2.0, "x", None, True, torch.ones(2)], 3: ({"b": 1},)}
     told.state_dict = lambda: state
     assert CalibratedPredictor(told).state_dict()["predictor"] is state
+
+
+# When the history of prompts answers in place of a predictor.
+
+
+def test_nonsense_is_replaced_by_the_history_and_counted():
+    nan, inf = float("nan"), float("inf")
+    calibrated = CalibratedPredictor(Told([nan, -1, inf, 7, 0, 1e9], [1, 2], [[1]] * 6))
+    history = calibrated.history
+    history.observe(finish(asked([20]), [20]))
+    samples = asked([0] * 6)
+    expected = history.predict(samples)
+    assert calibrated.expect(samples) == [*expected[:2], CAP, 7, 1, CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 2
+    assert calibrated.expect(samples) == expected  # a wrong number
+    assert calibrated.end_round()["length_prediction/invalid"] == 8
+    assert calibrated.expect(samples) == expected  # a wrong shape
+    assert calibrated.end_round()["length_prediction/invalid"] == 14
+    assert calibrated.expect([]) == []
+
+
+def test_nonsense_of_several_calls_is_counted_and_said_once():
+    calibrated = CalibratedPredictor(Told(*[{"no": "numbers"}] * 3))
+    with pytest.warns(UserWarning, match="`Told.predict` returned") as seen:
+        for number in range(3):
+            assert calibrated.expect(asked([0], number)) == [CAP]
+    assert len(seen) == 1
+    assert calibrated.end_round()["length_prediction/invalid"] == 3
+
+
+class Broken(PromptHistory):
+    def predict(self, samples):
+        raise RuntimeError("no weights")
+
+
+def test_what_a_predictor_raises_is_not_hidden():
+    with pytest.raises(RuntimeError, match="no weights"):
+        CalibratedPredictor(Broken()).expect(asked([5]))
+
+
+def test_an_oracle_that_lacks_a_completion_asks_the_history():
+    calibrated = CalibratedPredictor(Oracle({"x": 1}))
+    with pytest.warns(UserWarning, match="`Oracle.predict` returned"):
+        assert calibrated.expect(asked([5])) == [CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        torch.tensor([7.0, 9.0], requires_grad=True),
+        torch.tensor([7.0, 9.0], dtype=torch.bfloat16),
+        np.array([7, 9]),
+        (7, 9),
+    ],
+)
+def test_numbers_in_any_form_are_numbers(answer):
+    assert CalibratedPredictor(Told(answer)).expect(asked([0, 0])) == [7, 9]
+
+
+@pytest.mark.parametrize(
+    "answer", [None, {"a": 1}, ["many", "few"], [[1], [2, 3]], [1.0], iter([1])]
+)
+def test_what_is_no_list_of_numbers_is_counted(answer):
+    calibrated = CalibratedPredictor(Told(answer))
+    with pytest.warns(UserWarning, match="`Told.predict` returned a"):
+        assert calibrated.expect(asked([0, 0])) == [CAP, CAP]
+    assert calibrated.end_round()["length_prediction/invalid"] == 2

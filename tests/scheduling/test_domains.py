@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.racing import check_domains, quotas
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound, quotas
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -53,30 +52,33 @@ def prompts(**numbers):
     ]
 
 
+def race():
+    """Three of x and one of y win; five of x and two of y race, and three may wait."""
+    return TailRound(4, 1, 1.5, shares={"y": 0.25, "x": 0.75})
+
+
 def test_prompts_that_race_and_wait_must_be_there():
-    check_domains(prompts(x=5, y=4), {"x": 3, "y": 2}, waiting=2)
-    message = r"hold 4 prompts of 'y' at once, 2 of them in a short round, .* has only 3"
-    with pytest.raises(UsageError, match=message):
-        check_domains(prompts(x=5, y=3), {"x": 3, "y": 2}, waiting=2)
-    with pytest.raises(UsageError, match=r"hold 3 prompts of 'x' .* has only 0"):
-        check_domains(prompts(y=5), {"x": 3, "y": 2}, waiting=0)
+    race().check_domains(prompts(x=8, y=5))
+    for there, message in (
+        ({"x": 7, "y": 5}, "hold 8 prompts of 'x' at once, 5 of them in a short round, .* only 7"),
+        ({"x": 8, "y": 4}, "hold 5 prompts of 'y' at once, 2 of them in a short round, .* only 4"),
+        ({"y": 5}, "hold 8 prompts of 'x' .* has only 0"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            race().check_domains(prompts(**there))
+    TailRound(4, 1, 1.5).check_domains([Prompt("odd", "?", (1,))])
 
 
 def test_a_domain_may_be_a_number():
     numbered = [Prompt(str(i), "?", (1,), {"domain": i % 2}) for i in range(4)]
-    check_domains(numbered, {"0": 2, "1": 2}, waiting=0)
+    TailRound(2, 1, 1.0, shares={"0": 0.5, "1": 0.5}).check_domains(numbered)
 
 
 def test_a_prompt_without_a_share_is_named():
     with pytest.raises(UsageError, match=r"The prompt z0 has the domain 'z'.*\['x', 'y'\]"):
-        check_domains(prompts(x=5, y=5, z=1), {"y": 2, "x": 3}, waiting=0)
+        race().check_domains(prompts(x=8, y=5, z=1))
     with pytest.raises(UsageError, match=r"needs a column `domain` .* the prompt odd has none"):
-        check_domains([*prompts(x=5), Prompt("odd", "?", (1,))], {"x": 3}, waiting=0)
-
-
-def race():
-    """Three of x and one of y win; five of x and two of y race."""
-    return TailRound(4, 1, 1.5, shares={"x": 0.75, "y": 0.25})
+        race().check_domains([*prompts(x=8), Prompt("odd", "?", (1,))])
 
 
 def groups(names, deferred=0):
@@ -99,8 +101,8 @@ def uids(groups):
 
 def test_each_domain_draws_what_it_lacks():
     rule = race()
-    assert rule.most_prompts() == 7 and rule.draws([]) == [("x", 5), ("y", 2)]
-    assert rule.draws(groups("x0 x1 x2 y0")) == [("x", 2), ("y", 1)]
+    assert rule.most_prompts() == 7 and rule.draws([]) == [("y", 2), ("x", 5)]
+    assert rule.draws(groups("x0 x1 x2 y0")) == [("y", 1), ("x", 2)]
 
 
 def test_domains_take_turns():
@@ -125,10 +127,3 @@ def test_a_long_round_trains_on_losers_of_any_domain():
     state = RoundState(planned, 4, planned, 4, patient=True, final=4)
     assert rule.done(state) and uids(rule.final_groups(state)) == "y0 y1 y2 x0"
     assert uids(rule.settle(planned, state)[0]) == "y0 y1 y2 x0"
-
-
-def test_a_race_checks_its_domains_and_a_race_without_shares_has_none():
-    race().check_domains(prompts(x=8, y=5))
-    with pytest.raises(UsageError, match="hold 8 prompts of 'x' at once, 5 of them in a short"):
-        race().check_domains(prompts(x=7, y=5))
-    TailRound(4, 1, 1.5).check_domains([Prompt("odd", "?", (1,))])

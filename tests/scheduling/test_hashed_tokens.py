@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.token_conditioned import HashedTokens
+from lit_rlsched.scheduling.token_conditioned import LAST, hashed_tokens
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 tokens = st.lists(st.integers(0, 5) | st.integers(0, 200_000), max_size=8)
@@ -43,7 +43,7 @@ def by_definition(sample, size):
     for salt, keys in ((3, completion), (4, pairs(completion))):
         for key, count in Counter(keys).items():
             add(salt, key, log1p(count))
-    for place, token in enumerate(completion[: -HashedTokens.last - 1 : -1]):
+    for place, token in enumerate(completion[: -LAST - 1 : -1]):
         add(5 + place, token, 1.0)
     return features
 
@@ -52,7 +52,7 @@ def by_definition(sample, size):
 def test_features_by_their_definition(texts, size):
     """They must never change: a checkpoint holds a regression on them."""
     samples = [sample(*text, name=f"g{i}") for i, text in enumerate(texts)]
-    found = HashedTokens(size)(samples)
+    found = hashed_tokens(samples, size)
     assert found.shape == (len(samples), size)
     expected = [by_definition(s, size) for s in samples]
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
@@ -61,17 +61,17 @@ def test_features_by_their_definition(texts, size):
 def test_completions_of_one_prompt_share_its_features():
     group = sample([1, 2, 3], []).group
     both = [Sample(group, Completion(i, ids)) for i, ids in enumerate(([], [7, 8]))]
-    alone = [HashedTokens(64)([s])[0] for s in both]
-    assert HashedTokens(64)(both).tolist() == [a.tolist() for a in alone]
-    assert HashedTokens(64)([*both[::-1], both[1]])[1].tolist() == alone[0].tolist()
+    alone = [hashed_tokens([s], 64)[0] for s in both]
+    assert hashed_tokens(both, 64).tolist() == [a.tolist() for a in alone]
+    assert hashed_tokens([*both[::-1], both[1]], 64)[1].tolist() == alone[0].tolist()
 
 
 @pytest.mark.filterwarnings("error")
 def test_an_empty_prompt_among_others_has_no_features():
-    empty, other = HashedTokens(8)([sample([], [], "a"), sample([1], [], "b")])
+    empty, other = hashed_tokens([sample([], [], "a"), sample([1], [], "b")], 8)
     assert not empty.any() and np.abs(other).sum() == 1
 
 
 @pytest.mark.parametrize("samples", [[], [sample([], [])]])
 def test_nothing_has_no_features(samples):
-    assert not HashedTokens(8)(samples).any()
+    assert not hashed_tokens(samples, 8).any()

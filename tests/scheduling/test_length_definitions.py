@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.token_conditioned import HashedTokens, TokenConditioned
+from lit_rlsched.scheduling.token_conditioned import TokenConditioned, hashed_tokens
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 CAP = 60
@@ -98,7 +99,8 @@ class SlowRegression:
     """Weighted least squares over every completion that was ever learned from."""
 
     def __init__(self, features, ridge=5.0, half_life=4000.0):
-        self.hashed, self.ridge, self.half_life = HashedTokens(features), ridge, half_life
+        self.hashed, self.ridge = partial(hashed_tokens, size=features), ridge
+        self.half_life = half_life
         self.history = PromptHistory()
         self.rows = []  # weight, features, tokens that came, tokens that were predicted
 
@@ -174,14 +176,6 @@ def test_predictions_are_bounded_before_they_are_exponents():
     assert all(1 <= n <= CAP for n in predictor.predict([extreme, short]))
 
 
-def test_the_features_never_change():
-    """A checkpoint holds a regression on them."""
-    logprobs = [math.nan, -math.inf, -12.0, 0.5, -1.0, *[-2.0] * 8]  # clipped: 0 -10 -10 0 -1 ..
-    (found,) = TokenConditioned(features=1)._scalars([sample("a", [7] * 13, 0, logprobs)])
-    expected = [37 / 13, 2.0, 2.0, math.log(14) / 5, math.log(3) / 5, 0.0, 1.0]
-    assert found.tolist() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("fitted", "came", "predicted", "expected"),
     [(-3.0, 50.0, 1.0, 50.0), (30.0, 10.0, math.exp(20), 10.0)],
@@ -205,11 +199,3 @@ def test_predictions_of_the_history_count_as_what_the_regression_then_fits():
     predictor.observe([sample("a", [7]), sample("c", [7])])
     state = predictor.state_dict()  # all drew one token, so all logarithms are 0
     assert state["came"] == pytest.approx(3) and state["predicted"] == pytest.approx(3)
-
-
-def test_the_features_of_what_was_predicted_last_wait_in_single_precision():
-    predictor = TokenConditioned(features=4, max_waiting=2)
-    for uid in "abac":
-        predictor.predict([sample(uid, [])])
-    assert [*predictor._waiting] == ["a@0/0", "c@0/0"]
-    assert all(features.dtype == np.float32 for *_, features in predictor._waiting.values())

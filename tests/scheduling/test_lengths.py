@@ -57,23 +57,6 @@ def test_history_knows_nothing_then_the_mean_then_the_prompt():
     assert history.predict(started("b")) == pytest.approx([30.0])
 
 
-def test_history_expects_the_mean_residual_life():
-    history = PromptHistory(half_life=1e12)
-    lengths = [10, 20, 40, 90]
-    history.observe([r for n in lengths for r in finished(f"p{n}", n)])
-    for drawn in (0, 5, 10, 25, 60):
-        rest = [n - drawn for n in lengths if n > drawn]
-        assert history.predict(started("new", drawn)) == pytest.approx([np.mean(rest)])
-    assert history.predict(started("new", 95)) == [CAP - 95]  # longer than anything seen
-
-
-def test_history_shrinks_towards_the_run():
-    history = PromptHistory(decay=1.0, shrinkage=4.0, half_life=1e12)
-    history.observe(finished("a", 10) + finished("b", 30))  # the run's mean: 20
-    assert history.ratio("a") == pytest.approx((0.5 + 4) / 5)
-    assert history.predict(started("a")) == pytest.approx([20 * 0.9])
-
-
 def test_history_forgets_old_lengths_and_old_prompts():
     history = PromptHistory(decay=0.5, half_life=4, max_prompts=2)
     for _ in range(20):
@@ -83,15 +66,6 @@ def test_history_forgets_old_lengths_and_old_prompts():
     assert history.predict(started("b")) == pytest.approx([50], rel=0.01)
     history.observe(finished("c", 50))
     assert list(history.state_dict()["uids"]) == ["b", "c"]
-
-
-def test_a_prompt_keeps_its_ratio_when_the_policy_grows_longer():
-    history = PromptHistory(half_life=8, shrinkage=0.0)
-    history.observe(finished("short", *[5] * 4) + finished("long", *[15] * 4))
-    for number in range(10):
-        history.observe(finished(f"n{number}", *[40] * 8))
-    short, long = history.predict(started("short") + started("long"))
-    assert short == pytest.approx(20, rel=0.1) and long == pytest.approx(60, rel=0.1)
 
 
 @given(st.data())
@@ -163,32 +137,6 @@ def test_the_prompt_alone_is_learned_too():
     assert short == pytest.approx(10, rel=0.2) and long == pytest.approx(40, rel=0.2)
 
 
-def test_predictions_are_means_and_not_geometric_means():
-    rng = np.random.default_rng(0)
-    predictor = TokenConditioned(features=16, half_life=1e6)
-    totals = []
-    for number in range(40):
-        lengths = np.clip(rng.lognormal(3, 1, 16), 1, 10_000).astype(int)
-        asked = [started("p", number=f"{number}-{i}", cap=10_000)[0] for i in range(16)]
-        predicted = predictor.predict(asked)
-        predictor.observe(
-            [finished("p", n, number=f"{number}-{i}", cap=10_000)[0] for i, n in enumerate(lengths)]
-        )
-        totals += lengths.tolist()
-    assert np.mean(predicted) == pytest.approx(np.mean(totals), rel=0.1)
-    assert np.exp(np.log(totals).mean()) < 0.75 * np.mean(predicted)
-
-
-def test_old_completions_count_less():
-    predictor = TokenConditioned(features=16, half_life=32, history=PromptHistory(half_life=32))
-    for number in range(40):
-        length = 10 if number < 20 else 60
-        asked = [started(f"p{i}", number=number)[0] for i in range(16)]
-        predicted = predictor.predict(asked)
-        predictor.observe([finished(f"p{i}", length, number=number)[0] for i in range(16)])
-    assert predicted == pytest.approx([60] * 16, rel=0.05)
-
-
 def test_what_waits_is_bounded_and_what_was_drawn_anew_is_not_learned_from():
     predictor = TokenConditioned(features=8, max_waiting=3)
     predictor.predict([started(f"p{i}", 5)[0] for i in range(5)])
@@ -240,10 +188,6 @@ def test_a_state_is_a_copy(make):
             assert torch.equal(state[name], value), name
 
 
-def test_learning_is_deterministic():
-    assert learn(TokenConditioned())[0].tolist() == learn(TokenConditioned())[0].tolist()
-
-
 def test_settings_of_the_history_at_their_bounds():
     history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
     history.observe(finished("a", 10) + finished("b", 30))
@@ -262,15 +206,6 @@ def test_at_least_one_token_is_expected_and_no_more_than_are_left():
     history = PromptHistory()
     history.observe(finished("a", 1, 1, 1))
     assert history.predict(started("a")) == [1]
-
-
-def test_a_few_old_lengths_still_count():
-    """The weights of all that is left may add up to less than one."""
-    history = PromptHistory(half_life=1.0)
-    history.observe(finished("a", 40))
-    for _ in range(3):
-        history.observe(finished("b", 2))
-    assert history.predict(started("c", 10)) == pytest.approx([30])
 
 
 def test_the_oracle_looks_up_and_says_what_it_lacks(tmp_path):

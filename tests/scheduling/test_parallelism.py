@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner, check_bounds
+from lit_rlsched.scheduling.rollpacker import TensorParallelPlanner
 
 KINDS = ("short", "long")
 sizes = st.integers(0, 4).map(lambda n: 2**n)
@@ -182,17 +182,6 @@ def test_a_size_that_has_worked_is_not_excluded():
     assert type(planner.maximum) is int
 
 
-def test_sizes_below_one_that_fails_are_excluded():
-    planner = TensorParallelPlanner(4, 8)
-    assert planner.exclude(2, 4) and (planner.minimum, planner.maximum) == (4, 8)
-
-
-def test_an_engine_is_started_with_the_size_of_the_next_round():
-    planner, started = TensorParallelPlanner(2, 8), []
-    assert planner.restart("short", 2, started.append) is None
-    assert started == [2]
-
-
 def test_an_engine_that_does_not_start_gets_a_size_that_works():
     planner, started = TensorParallelPlanner(2, 8), []
     planner.observe("short", 12)
@@ -218,8 +207,3 @@ def test_an_error_of_a_size_that_has_worked_is_raised():
     with pytest.raises(RuntimeError, match="something else"):
         planner.restart("long", 1, start)
     assert planner.maximum == 8 and planner.minimum == 1
-
-
-def test_bounds_leave_a_size_between_them():
-    for minimum, maximum in ((1, 1), (2, 8), (4, None)):
-        check_bounds(minimum, maximum)

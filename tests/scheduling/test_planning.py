@@ -88,14 +88,6 @@ def test_within_epsilon_of_the_shortest(problem, epsilon):
     assert lower_bound(lengths, slots, loads) <= best * (1 + 1e-9 * isinstance(best, float))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_nine_jobs_within_a_hundredth(seed):
-    lengths = [int(1 + x) for x in np.random.default_rng(seed).lognormal(4, 1, 9)]
-    for slots, loads in ((3, None), (3, [100, 0, 40]), (2, None)):
-        steps = makespan(plan_makespan(lengths, slots, 0.01, loads), lengths, loads)
-        assert steps <= 1.01 * shortest(lengths, slots, loads)
-
-
 @given(problems(st.lists(whole, max_size=40)), st.randoms())
 def test_order_of_the_jobs_does_not_matter(problem, rng):
     lengths, slots, loads = problem
@@ -131,54 +123,10 @@ def test_swaps_alone(monkeypatch, lengths, loads, before):
     assert makespan(plan_makespan(lengths, 2, 0.01, loads), lengths, loads) == 6
 
 
-@given(small, st.sampled_from([0.5, 2, 10]))
-def test_search_loses_a_grain_a_job(problem, grain):
-    lengths, slots, loads = problem
-    longest = np.array(sorted(lengths, reverse=True), float)
-    busy = np.array(loads or [0] * slots, float)
-    found = planning._search(longest, busy, math.inf, grain, 10**6)
-    np.add.at(busy, found, longest)
-    assert busy.max() <= shortest(lengths, slots, loads) + len(lengths) * grain + 1e-6
-
-
-def test_a_search_finds_only_what_is_shorter():
-    longest, busy = np.array([3, 3, 2, 2, 2]), np.zeros(2, int)
-    assert planning._search(longest, busy, 6, 0.5, 10**6) is None
-    found = planning._search(longest, busy, 7, 0.5, 10**6)
-    assert np.bincount(found, longest).tolist() == [6, 6]
-
-
-@pytest.mark.parametrize(("jobs", "work"), [(1, 502), (2, 1006)])
-def test_the_work_of_a_search_adds_up(jobs, work):
-    """500 a job, and the loads of new states: one state for the first job, two for the second."""
-    for limit, found in ((work, True), (work - 1, False)):
-        plan = planning._search(np.ones(jobs), np.zeros(2), 9.0, 1.0, limit)
-        assert (plan is not None) == found
-
-
-def test_a_plan_that_is_good_enough_is_improved_with_a_sixteenth_of_the_work(monkeypatch):
-    cells = []
-    monkeypatch.setattr(planning, "_search", lambda *args: cells.append(args[-1]))
-    for epsilon in (0.5, 1e-4):
-        plan_makespan(unplannable(0), 3, epsilon)
-    assert cells == [planning._MAX_CELLS / 16, planning._MAX_CELLS]
-
-
 def test_merged_states_bound_the_work():
     longest, busy = np.arange(60, 20, -1.0) ** 2, np.zeros(3)
     assert planning._search(longest, busy, 1e9, 1.0, 100_000) is None
     assert planning._search(longest, busy, 1e9, 3000.0, 100_000) is not None
-
-
-def test_grain_adds_up_to_half_of_epsilon(monkeypatch):
-    grains = []
-    monkeypatch.setattr(
-        planning, "_search", lambda jobs, busy, best, grain, cells: grains.append(grain)
-    )
-    lengths = unplannable(0)
-    plan_makespan(lengths, 3, 0.2)
-    plan_makespan(lengths, 3)
-    assert grains == pytest.approx([0.2 / 2 * 1000 / 12, 0.1 / 2 * 1000 / 12])
 
 
 @given(small)

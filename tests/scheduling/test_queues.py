@@ -45,18 +45,6 @@ def test_each_order(order, expected):
         queue.peek(0)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_discarded_is_gone_and_may_come_again(order):
-    queue = filled(order, ALL)
-    queue.discard(["a", "c", "nobody"])
-    assert len(queue) == 2 and set(names(queue)) == set("bd")
-    queue.push(ALL[0])
-    assert names(queue) == "a"
-    queue.push(ALL[1])
-    queue.clear()
-    assert len(queue) == 0
-
-
 LATER = st.sampled_from(["push", "push later", "pop", "discard", "clear"])
 
 
@@ -93,18 +81,9 @@ def planned(expected, slots):
     return queue
 
 
-def test_a_slot_keeps_to_its_share_and_steals_the_shortest_then():
-    queue = planned([100, 30, 20, 15, 10], 2)  # {0} and {1, 2, 3, 4}
-    assert [queue.pop(slot).id for slot in (0, 1, 0, 1, 0)] == list("01423")
-
-
 def test_a_slot_that_was_not_planned_for_steals():
     queue = planned([4, 3, 2, 1], 2)
     assert queue.pop(7).id == "3" and queue.pop(2).id == "2"
-
-
-def test_in_a_plan_a_request_without_a_prediction_has_length_0():
-    assert planned([None, 1.0], 1).peek(0).id == "1"
 
 
 def test_new_requests_count_as_changes():
@@ -214,16 +193,6 @@ def test_a_plan_knows_what_runs_in_each_slot(plans):
     assert plans == [[0.0] * 5, [0.0, 0.0, 6.0, 0.0, 0.0]]
 
 
-def test_a_plan_is_for_slots_that_requests_of_the_mean_size_fill(plans):
-    """(13 + 2) // 2 tokens and a lease of 5, so that 60 tokens hold five."""
-    admission = Admission(8, order="planned", budget=CacheBudget(60, 1, 5))
-    for _ in range(2):
-        admission.push([request("a", 8.0, prefix=4), request("b", prompt=2)])
-        admitted(admission)
-        assert plans.pop() == [0.0] * 5
-        admission.clear()
-
-
 def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
     huge = request("huge", 1e4)  # the cache holds less than one
     admission = Admission(8, order="planned", budget=CacheBudget(1000, 1, 5))
@@ -236,13 +205,6 @@ def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
     admission.push([huge])
     admitted(admission, dict.fromkeys("abcd", 1))
     assert plans.pop() == [0.0] * 4
-
-
-def test_no_plan_is_made_while_no_slot_is_free(plans):
-    admission = Admission(1, order="planned")
-    admission.push([request("a"), request("b")])
-    assert len(admitted(admission)) == 1
-    assert admitted(admission, {"a": 1}) == [] and len(plans) == 1
 
 
 def test_an_empty_cache_is_all_there_for_the_first_request():

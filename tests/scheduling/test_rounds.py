@@ -130,31 +130,6 @@ def test_settling_is_a_partition_in_order(reasons, unit, mode):
         assert not any(c.finished for g in left for c in g.completions)
 
 
-@given(
-    st.integers(1, 3),
-    st.lists(st.integers(1, 3), max_size=8),
-    st.sampled_from(["group", "completion"]),
-    st.randoms(),
-)
-def test_what_may_leave_groups_is_a_round_that_ends_before_all_is_decoded(
-    update, sizes, unit, random
-):
-    """Whatever finishes first, one completion after the other."""
-    rule = SortedRound(update, 8, 3, unit)
-    planned = [group(str(i), *[None] * n) for i, n in enumerate(sizes)]
-    state = RoundState(planned, sum(sizes))
-    coming = [(g, c) for g in planned for c in g.completions]
-    random.shuffle(coming)
-    while coming and not rule.done(state):
-        of, completion = coming.pop()
-        completion.finish_reason = "stop"
-        state.completions_decoded += 1
-        if all(c.finished for c in of.completions):
-            state.decoded.append(of)
-    _, left = rule.settle(planned, state)
-    assert rule.discards(state) == bool(left)
-
-
 def test_only_one_mode_is_off_policy():
     rules = {mode: SortedRound(2, 8, 3, mode=mode) for mode in get_args(Mode)}
     assert [mode for mode, rule in rules.items() if rule.off_policy] == ["partial"]

@@ -3,11 +3,50 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tail_groups import fresh, group, lost, names, ready, state_of
 
-from lit_rlsched.scheduling.racing import PATIENCE
-from lit_rlsched.scheduling.tail_batching import TailRound
+from lit_rlsched.scheduling.round_rule import RoundState
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
 from lit_rlsched.settings import UsageError
+from lit_rlsched.types import Completion, Group, Prompt, Sampling
+
+
+def group(name, *scores, deferred=0, dropped=()):
+    """One with a score for each completion; `None`: not scored yet."""
+    completions = [
+        Completion(
+            i,
+            [5] * (i + 1),
+            [-1.0] * (i + 1),
+            [(0, i + 1)],
+            "stop",
+            scores=None if score is None else [score],
+            dropped="nonfinite_logprob" if i in dropped else None,
+        )
+        for i, score in enumerate(scores)
+    ]
+    return Group(f"{name}@0", Prompt(name, name, (1,)), Sampling(8), completions, deferred)
+
+
+def fresh(n):
+    return [group(f"f{i:02}", None, None) for i in range(n)]
+
+
+def lost(n):
+    return [group(f"l{i:02}", None, None, deferred=1 + i % 3) for i in range(n)]
+
+
+def ready(names, **settings):
+    return [group(name, 1.0, 0.0, **settings) for name in names]
+
+
+def state_of(decoded, patient=True, finished=None, groups=5):
+    done = sum(len(g.completions) for g in decoded)
+    return RoundState(fresh(groups), 2 * groups, decoded, done, finished or {}, patient=patient)
+
+
+def names(groups):
+    return "".join(g.prompt.uid for g in groups)
+
 
 # What a round takes.
 
@@ -68,11 +107,6 @@ def test_the_oldest_that_lost_come_first():
     assert not rule.is_long([])
 
 
-def test_how_often_a_prompt_lost_changes_nothing():
-    pool = [group(name, None, deferred=n) for name, n in zip("abcd", (1, 7, 2, 3), strict=True)]
-    assert names(TailRound(3, 2).plan(pool)) == "abc"
-
-
 def test_a_cycle_ends_with_a_long_round():
     rule = TailRound(2, 2)
     assert rule.ends_cycle(lost(2), lost(1))
@@ -108,25 +142,6 @@ def test_without_a_race_a_round_of_prompts_is_enough():
 
 
 # Who wins.
-
-
-def test_a_round_is_over_once_an_update_is_scored():
-    rule = TailRound(2, 2)
-    assert not rule.done(state_of(ready("a")))
-    assert rule.done(state_of(ready("ab")))
-    assert rule.done(state_of(ready("abcd")))
-    assert not rule.done(state_of([]))
-
-
-@pytest.mark.parametrize("patient", [True, False])
-def test_of_more_than_are_needed_those_that_were_decoded_first_win(patient):
-    rule, groups = TailRound(2, 2), ready("abcde")
-    a, b, c, d, e = groups
-    state = state_of([d, b, e, a, c], patient)
-    trained, left = rule.settle(groups, state)
-    assert names(trained) == "bd" and names(left) == "ace"  # each in the order of the round
-    assert trained[0] is b and trained[1] is d
-    assert [g.deferred for g in trained] == [0, 0] and [g.deferred for g in left] == [1, 1, 1]
 
 
 def test_what_lost_again_counts_it():
@@ -165,17 +180,6 @@ def test_a_round_that_is_not_over_awaits_nothing():
     assert rule.awaits(state_of([group("s", None, None), group("t", 1.0, None)]))
 
 
-@pytest.mark.parametrize("patient", [True, False])
-def test_a_group_of_which_nothing_is_left_makes_room_for_another(patient):
-    rule = TailRound(2, 2)
-    bad, a, b = group("x", 1.0, 0.0, dropped=(0, 1)), *ready("ab")
-    assert not rule.done(state_of([bad, a], patient))
-    state = state_of([bad, a, b], patient)
-    assert rule.done(state)
-    trained, left = rule.settle([a, b, bad], state)
-    assert names(trained) == "abx" and left == []  # it is not drawn again, and is no part of two
-
-
 def test_a_group_of_which_something_is_left_counts():
     rule, half = TailRound(1, 2), group("h", 1.0, 0.0, dropped=(0,))
     assert rule.done(state_of([half]))
@@ -187,13 +191,6 @@ def test_a_group_is_not_useless_before_its_last_score():
     rule, half = TailRound(1, 2), group("h", 1.0, None, dropped=(0, 1))
     state = state_of([half, *ready("a")])
     assert rule.awaits(state) and not rule.done(state)
-
-
-def test_a_round_that_runs_dry_trains_on_what_there_is():
-    rule, groups = TailRound(3, 2), ready("ab")
-    late = group("s", 1.0, None)
-    trained, left = rule.settle([*groups, late], state_of([*groups, late], patient=False))
-    assert names(trained) == "ab" and names(left) == "s"
 
 
 # Completions that race.

@@ -3,7 +3,6 @@
 import pytest
 
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.scheduling.streamed_training import Streaming
 from lit_rlsched.simulation.costs import Costs, StepCosts
 from lit_rlsched.simulation.peers import PEERS, FirstReadyRound
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
@@ -49,7 +48,7 @@ def test_an_update_has_its_optimizer_steps(steps, updates):
 def test_gradients_are_computed_once_places_are_certain():
     """Prompts end in steps 2, 4 and 9; gradients of the first two take until 8.5. In a run a place
     is certain one step later, and the simulated engine's next step may be far away."""
-    schedule = Schedule(FullRound(3), streaming=Streaming(0.2))
+    schedule = Schedule(FullRound(3), streaming=0.2)
     found = outcome(schedule, [[2, 2], [4, 4], [9, 9]], 1, position=1 / 8)
     assert found.rounds[0].seconds == pytest.approx(9 + 2 * (PROMPT + 9) / 8)
 

@@ -1,4 +1,4 @@
-from lit_rlsched.scheduling.streamed_training import Parts, Streaming
+from lit_rlsched.training.streamed_training import Parts
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 
@@ -14,7 +14,7 @@ def names(parts):
 
 
 def test_parts_are_as_large_as_a_micro_batch_in_the_order_of_decoding():
-    parts = Parts(Streaming(0), update_prompts=6, part_tokens=20)
+    parts = Parts(0, update_prompts=6, part_tokens=20)
     a, b, c, d, e = map(group, "abcde")
     assert names(parts.ready([a])) == []
     assert names(parts.ready([a, b, c])) == ["ab"]
@@ -22,12 +22,12 @@ def test_parts_are_as_large_as_a_micro_batch_in_the_order_of_decoding():
 
 
 def test_the_tokens_of_each_part_are_counted_from_zero():
-    parts = Parts(Streaming(0), update_prompts=6, part_tokens=21)
+    parts = Parts(0, update_prompts=6, part_tokens=21)
     assert names(parts.ready([group(name) for name in "abcdef"])) == ["abc", "def"]
 
 
 def test_nothing_overtakes_a_group_without_scores():
-    parts = Parts(Streaming(0), 6, 10)
+    parts = Parts(0, 6, 10)
     late = group("b", scored=False)
     groups = [group("a"), late, group("c")]
     assert names(parts.ready(groups)) == ["a"]
@@ -37,7 +37,7 @@ def test_nothing_overtakes_a_group_without_scores():
 
 
 def test_scores_that_come_while_gradients_are_computed_count_at_once():
-    parts = Parts(Streaming(0), 6, 10)
+    parts = Parts(0, 6, 10)
     late = group("b", scored=False)
     ready = parts.ready([group("a"), late])
     assert names([next(ready)]) == ["a"]
@@ -46,7 +46,7 @@ def test_scores_that_come_while_gradients_are_computed_count_at_once():
 
 
 def test_the_first_part_waits_for_a_share_of_the_update():
-    parts = Parts(Streaming(0.5), 6, 10)
+    parts = Parts(0.5, 6, 10)
     a, b, c, d = map(group, "abcd")
     assert names(parts.ready([a, b])) == []
     assert names(parts.ready([a, b, c, d])) == ["abc", "d"]
