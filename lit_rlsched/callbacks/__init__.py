@@ -6,7 +6,6 @@ Imports `types`, `settings`, `text`, `scheduling`, `training`, `simulation`, `ru
 from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
-from lit_rlsched.callbacks.export_model import ExportModel
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
@@ -24,7 +23,6 @@ __all__ = [
     "CompletionWriter",
     "DownSampling",
     "DynamicSampling",
-    "ExportModel",
     "LengthPrediction",
     "MicroGroupSampling",
     "ParallelismPlanner",

@@ -83,26 +83,15 @@ def export(
         RunFailed: the upload failed; the folder stays.
         UsageError: an argument is wrong, or base model or tokenizer cannot be found.
     """
-    check_arguments(dtype, push_to_hub)
-    folder = new_folder(out)
-    path = find_checkpoint(ckpt_path)
-    checkpoint = read_checkpoint(path, optimizers=False)
-    return export_state(
-        checkpoint, folder, source=path, adapter=adapter, dtype=dtype, hub=push_to_hub, model=model
-    )
-
-
-def export_state(
-    checkpoint: Mapping[str, Any],
-    out: Path,
-    *,
-    source: Path,
-    adapter: bool = False,
-    dtype: Dtype = "auto",
-    hub: str | None = None,
-    model: str | None = None,
-) -> Path:
-    """Export a loaded checkpoint; replaces the folder `out`. See `export`."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+    try:
+        if push_to_hub is not None:
+            validate_repo_id(push_to_hub)
+    except HFValidationError as error:
+        raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+    folder, source = new_folder(out), find_checkpoint(ckpt_path)
+    checkpoint = read_checkpoint(source, optimizers=False)
     settings, about = checkpoint.get("hyper_parameters", {}), checkpoint.get("policy", {})
     weights = {
         name.removeprefix("model."): tensor
@@ -133,37 +122,28 @@ def export_state(
     tokenizer = load_tokenizer(sampling.get("tokenizer") or named)
     shell.config = AutoConfig.from_pretrained(base)  # `load_policy` sets dropout to 0
     shell.generation_config = _generation_config(base, shell, tokenizer, sampling)
-    with written_at_once(out) as folder:
-        tokenizer.save_pretrained(folder)
+    with written_at_once(folder) as new:
+        tokenizer.save_pretrained(new)
         if adapter:
             with torch.device("meta"):
                 policy: Any = _with_lora(shell, lora, weights)
             policy.peft_config["default"].base_model_name_or_path = base
             cast = {name: _cast(tensor, used) for name, tensor in weights.items()}
-            policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)
+            policy.save_pretrained(new, state_dict=cast, save_embedding_layers=False)
         else:
             if lora is not None:
                 plain = load_policy(base, dtype=trained)
                 check_base(about["origin"], plain, base)
                 weights = _merged(plain, lora, weights)
-            write_model(shell, weights, used, folder)
+            write_model(shell, weights, used, new)
         served = trained if adapter else used
-        card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
-        card.save(folder / "README.md")
-    if hub is not None:
-        _upload(out, hub)
-    return out
-
-
-def check_arguments(dtype: str, push_to_hub: str | None) -> None:
-    """Refuse a dtype or the name of a repository that cannot be."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
-    try:
-        if push_to_hub is not None:
-            validate_repo_id(push_to_hub)
-    except HFValidationError as error:
-        raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+        card = model_card(
+            checkpoint, base, source, adapter, used, served, push_to_hub or folder.name
+        )
+        card.save(new / "README.md")
+    if push_to_hub is not None:
+        _upload(folder, push_to_hub)
+    return folder
 
 
 def new_folder(out: str) -> Path:
@@ -249,20 +229,15 @@ def written_at_once(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}.*{_SUFFIX}"):  # of a process that was killed
         shutil.rmtree(left)
-    folder, old = (
-        out.with_name(f".{out.name}.{os.getpid()}.{kind}{_SUFFIX}") for kind in ("new", "old")
-    )
+    folder = out.with_name(f".{out.name}.{os.getpid()}{_SUFFIX}")
     folder.mkdir()
     try:
         yield folder
         for file in folder.iterdir():  # safetensors writes files that only the owner can read
             file.chmod(folder.stat().st_mode & 0o666)
-        if out.exists():  # a kill in the middle of its removal would leave a part of it
-            out.rename(old)
-        folder.rename(out)
+        folder.rename(out)  # which is empty, if it exists
     finally:
-        for temporary in (folder, old):
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _upload(folder: Path, name: str) -> None:
