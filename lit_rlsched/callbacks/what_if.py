@@ -11,13 +11,11 @@ from typing import Any
 
 import yaml
 
-from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
-from lit_rlsched.callbacks.rollout_window import RolloutWindow
+from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
+from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.callbacks.streamed_training import StreamedTraining
-from lit_rlsched.callbacks.tail_batching import TailBatching
 from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
 from lit_rlsched.run.switches import make_schedule

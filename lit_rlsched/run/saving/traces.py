@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.run.facts import recorded
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
-from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
+from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import plain
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.schedule import Switch
@@ -78,25 +76,6 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
         "async_rewards": settings.rewards.has_async,
     }
     return {**{name: plain(value) for name, value in about.items()}, FACTS: recorded(run.facts)}
-
-
-SAME = (
-    *("model", "tokenizer", "train_data", "reward_funcs", "advantage", "prompts_per_round"),
-    *("num_generations", "steps_per_round", "num_iterations", "max_completion_length"),
-)
-"""Settings that a run must have in common with one that it repeats."""
-
-
-def warn_of_another_run(run: TrainingRun, folder: str, who: str) -> None:
-    """Warn if a run cannot repeat another one, as their settings differ."""
-    theirs, ours = Traces(folder).about, about_run(run)
-    different = [name for name in SAME if name in theirs and theirs[name] != ours[name]]
-    if different:
-        told = ", ".join(f"`{name}` {theirs[name]!r} and not {ours[name]!r}" for name in different)
-        rank_zero_warn(
-            f"`{who}(replay={folder!r})`: that run had {told}. Its decisions are repeated, but "
-            "other completions are drawn."
-        )
 
 
 def tables_of(
