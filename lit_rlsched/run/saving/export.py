@@ -134,7 +134,12 @@ def export(
             if lora is not None:
                 plain = load_policy(base, dtype=trained)
                 check_base(about["origin"], plain, base)
-                weights = _merged(plain, lora, weights)
+                merged = _with_lora(plain, lora, weights)
+                merged.load_state_dict(weights, strict=False)  # the base has its weights
+                inner = base_model(merged)
+                buffers = {name for name, _ in inner.named_buffers()}
+                weights = {n: tensor for n, tensor in inner.state_dict().items() if n in buffers}
+                weights |= dict(named_weights(merged))
             write_model(shell, weights, used, new)
         served = trained if adapter else used
         card = model_card(
@@ -170,18 +175,6 @@ def find_checkpoint(ckpt_path: str) -> Path:
     return newest
 
 
-def _merged(
-    base: nn.Module, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return weights and buffers of the base with the adapters added."""
-    policy = _with_lora(base, lora, adapters)
-    policy.load_state_dict(adapters, strict=False)  # the base has its weights
-    inner = base_model(policy)
-    buffers = {name for name, _ in inner.named_buffers()}
-    saved = {name: tensor for name, tensor in inner.state_dict().items() if name in buffers}
-    return saved | dict(named_weights(policy))
-
-
 def _with_lora(model: Any, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]) -> nn.Module:
     policy = with_adapter(model, read_config(lora))
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -213,8 +206,8 @@ def _generation_config(
     """The base's special tokens with the sampling of the run."""
     with suppress(OSError):  # without the file, the model's config has the tokens
         model.generation_config = GenerationConfig.from_pretrained(base)
-    given = model.generation_config
-    tokens = {name: getattr(given, name) for name in ("bos_token_id", "pad_token_id")}
+    names = ("bos_token_id", "pad_token_id")
+    tokens = {name: getattr(model.generation_config, name) for name in names}
     tokens["eos_token_id"] = list(eos_token_ids(model, tokenizer)) or None
     names = ("temperature", "top_p", "top_k", "min_p")
     drawn = {name: sampling[name] for name in names if name in sampling}
@@ -242,11 +235,9 @@ def written_at_once(out: Path) -> Iterator[Path]:
 
 def _upload(folder: Path, name: str) -> None:
     try:
-        api = HfApi()
-        repository = api.create_repo(name, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Upload by lit_rlsched"
-        )
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
+        message = "Upload by lit_rlsched"
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except Exception as error:  # errors of the Hub and of its HTTP client share no other base
         raise RunFailed(
             f"`push_to_hub={name}` failed, but `{folder}` is complete. Upload it with "
@@ -272,6 +263,10 @@ def model_card(
     module, rank = checkpoint["policy"]["module"], settings["lora_rank"]
     method = module.removesuffix("Module")
     counters = state.get("counters", {})
+    command: list[str] = []
+    with suppress(ValueError, KeyError, TypeError):
+        program, *arguments = shlex.split(json.loads(_text(folder, "run.json"))["command"])
+        command = [Path(program).name, *arguments]
     drawn = ("num_generations", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
     both = {"module": settings, "data module": sampling}
     card_data = ModelCardData(
@@ -304,7 +299,7 @@ def model_card(
             "lit_rlsched in training": state.get("version"),
         },
         metrics=[*_metrics(state.get("record", {}))],
-        command=_command(folder),
+        command=shlex.join(command),
         config=_text(folder, "config.yaml") or json.dumps(both, indent=1, default=str),
         versions=versions(),
     )
@@ -317,15 +312,6 @@ def _metrics(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if seen := measured(rows, name):
             first, last = (f"{value:.4g} (step {at:.0f})" for at, value in (seen[0], seen[-1]))
             yield name, first, last
-
-
-def _command(folder: Path | None) -> str:
-    """Return the command of the run without the folder of the program."""
-    try:
-        program, *arguments = shlex.split(json.loads(_text(folder, "run.json"))["command"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return shlex.join([Path(program).name, *arguments])
 
 
 def _text(folder: Path | None, name: str) -> str:
