@@ -1,6 +1,6 @@
 """`killed_export.py CHECKPOINT FOLDER...`: exports in a process that is killed meanwhile.
 
-The name of a folder says at which place of the export. What is there already is replaced.
+The name of a folder says at which place of the export.
 """
 
 import os
@@ -11,8 +11,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 from transformers import modeling_utils
 
-from lit_rlsched.run.saving import export
-from lit_rlsched.run.saving.checkpoints import read_checkpoint
+from lit_rlsched.run.saving.export import export
 
 
 def die(*args, **kwargs):
@@ -26,31 +25,16 @@ def cut_off(state_dict, filename, metadata=None):
     die()
 
 
-save, rename = modeling_utils.safe_save_file, Path.rename
-
-
-def renamed(self, target):
-    rename(self, target)
-    die()
-
-
-def removed(folder, ignore_errors=False):
-    """Remove one file of the folder."""
-    (Path(folder) / "model.safetensors").unlink(missing_ok=True)
-    die()
+save = modeling_utils.safe_save_file
 
 
 def main(ckpt_path, out):
     if out.name == "weights":
         modeling_utils.safe_save_file = cut_off
-    elif out.name == "card":
-        ModelCard.save = die
-    elif out.name == "removal":
-        export.shutil.rmtree = removed
     else:
-        assert out.name == "rename"
-        Path.rename = renamed
-    export.export_state(read_checkpoint(ckpt_path), out, source=Path(ckpt_path))
+        assert out.name == "card"
+        ModelCard.save = die
+    export(ckpt_path, str(out))
 
 
 if __name__ == "__main__":

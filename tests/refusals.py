@@ -177,7 +177,6 @@ CALLBACKS = [
     *each(cb.DownSampling, "they have no effect", min_length_ratio=(0, 0.5), keep=4),
     *each(cb.DownSampling, "they have no effect", reward_range=((0.5, 1.0), (0.0, 2.0)), keep=4),
     *each(cb.DynamicSampling, COUNT + "2 or more", max_num_gen_batches=(1, 2.5)),
-    bad(cb.ExportModel, "use", dtype="int8"),
     bad(cb.AsyncRollout, COUNT + "1 or more", max_staleness=-1),
     bad(cb.RolloutWindow, "use 0 or more", overtake=-0.5),
     bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", PromptHistory),
@@ -641,5 +640,4 @@ AT_FIT = [
     ),
     during("Remove `MicroBatchAccumulation`", MicroBatchAccumulation),
     during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
-    during(r"\(adapter=True\)`.*lora_rank=0", lambda: cb.ExportModel(adapter=True)),
 ]

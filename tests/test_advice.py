@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,7 @@ from lit_rlsched.run.advice import (
     EQUAL_ROUNDS,
     MOSTLY_EQUAL_ROUNDS,
     Advice,
-    all_cut,
     idle_cores,
-    idle_slots,
-    mostly_equal,
-    no_eos,
     restored_settings,
 )
 from lit_rlsched.run.record import RunRecord
@@ -33,20 +30,29 @@ def told(recorded: list[warnings.WarningMessage], text: str) -> list[str]:
     return [str(w.message) for w in recorded if text in str(w.message)]
 
 
+def of_round(reasons: list[str], share: float = 0.0, rounds: int = 0) -> list[str]:
+    record: Any = RunRecord()
+    record.rounds = [{"frac_reward_zero_std": share, "reward": 0.5}] * rounds
+    round: Any = SimpleNamespace(completions=[SimpleNamespace(finish_reason=r) for r in reasons])
+    return Advice().of_round(round, record, limit=8, in_groups=True)
+
+
 def test_all_cut() -> None:
-    assert all_cut([], 8) is None and all_cut(["length", "stop"], 8) is None
-    text = all_cut(["length"] * 3, 8)
-    assert text and "All 3 completions" in text and "`max_completion_length=8`" in text
+    assert of_round([]) == of_round(["length", "stop"]) == []
+    (text,) = of_round(["length"] * 3)
+    assert "All 3 completions" in text and "`max_completion_length=8`" in text
 
 
 def test_no_eos() -> None:
-    assert no_eos([2]) is None
-    assert "`eos_token`" in (no_eos([]) or "")
+    assert Advice().at_start([2], None, 8) == []
+    (text,) = Advice().at_start([], None, 8)
+    assert "`eos_token`" in text
 
 
 def test_idle_slots() -> None:
-    assert idle_slots(None, 8) is None and idle_slots(8, 8) is None
-    assert "so 56 slots stay empty. Use `slots=8`" in (idle_slots(64, 8) or "")
+    assert Advice().at_start([2], 8, 8) == []
+    (text,) = Advice().at_start([2], 64, 8)
+    assert "so 56 slots stay empty. Use `slots=8`" in text
 
 
 def test_idle_cores() -> None:
@@ -77,13 +83,10 @@ def test_equal(rewards: list[list[float]], same: list[bool]) -> None:
 
 
 def test_prompts_that_mostly_have_equal_rewards() -> None:
-    def told(share: float, rounds: int) -> str:
-        record = RunRecord()
-        record.rounds = [{"frac_reward_zero_std": share}] * rounds
-        return mostly_equal(record) or ""
-
-    assert not told(0.9, MOSTLY_EQUAL_ROUNDS - 1) and not told(0.79, MOSTLY_EQUAL_ROUNDS)
-    assert "of 90 % of the prompts" in told(0.9, MOSTLY_EQUAL_ROUNDS)
+    assert of_round([], 0.9, MOSTLY_EQUAL_ROUNDS - 1) == []
+    assert of_round([], 0.79, MOSTLY_EQUAL_ROUNDS) == []
+    (text,) = of_round([], 0.9, MOSTLY_EQUAL_ROUNDS)
+    assert "of 90 % of the prompts" in text
 
 
 def test_each_is_said_once_also_after_a_resume() -> None:

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from lightning.pytorch.loggers import WandbLogger
 
-from lit_rlsched.callbacks import ExportModel, SortedBatching
+from lit_rlsched.callbacks import SortedBatching
 from lit_rlsched.cli.main import main
-from lit_rlsched.run.run_config import saved_ids
+from lit_rlsched.run.run_config import log_artifact, saved_ids
 from lit_rlsched.scheduling.trace_files import Traces
 
 wandb = pytest.importorskip("wandb")
@@ -241,12 +241,16 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
 
     def run(epochs, logger, ckpt=None):
         trainer, *_ = fit(
-            callbacks=[SortedBatching(2), ExportModel()],
+            callbacks=[SortedBatching(2)],
             trainer={"logger": logger, "max_epochs": epochs},
             ckpt_path=ckpt,
         )
+        log_artifact(trainer, "trained", "model", model_folder)
         return trainer
 
+    model_folder = tmp_path / "trained"
+    model_folder.mkdir()
+    (model_folder / "config.json").write_text("{}")
     trainer = run(1, logger(name="named", log_model=True))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     wandb.finish()
@@ -258,7 +262,7 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
     assert named.tags == ["mine", "grpo", "SortedBatching", "TransformersEngine"]
     assert not unnamed.artifacts, "`log_model` is False"
     (model,) = named.artifacts
-    assert (model.name, model.type) == (f"export-last-{named.id}", "model")
+    assert (model.name, model.type) == (f"trained-{named.id}", "model")
     assert "config.json" in {entry.path for entry in model.manifest.contents}
     assert saved_ids(tmp_path / "a.ckpt") == [named.id] != [unnamed.id]
 

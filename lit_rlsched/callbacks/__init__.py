@@ -3,20 +3,21 @@
 Imports `types`, `settings`, `text`, `scheduling`, `training`, `simulation`, `run`.
 """
 
-from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
 from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
-from lit_rlsched.callbacks.export_model import ExportModel
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
-from lit_rlsched.callbacks.rollout_window import RolloutWindow
-from lit_rlsched.callbacks.rollpacker import AdaptiveTimeouts, ParallelismPlanner
+from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
+from lit_rlsched.callbacks.rollpacker import (
+    AdaptiveTimeouts,
+    ParallelismPlanner,
+    StreamedTraining,
+    TailBatching,
+)
 from lit_rlsched.callbacks.round_checkpoint import RNGState, RoundCheckpoint
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.callbacks.streamed_training import StreamedTraining
-from lit_rlsched.callbacks.tail_batching import TailBatching
 
 __all__ = [
     "AdaptiveTimeouts",
@@ -24,7 +25,6 @@ __all__ = [
     "CompletionWriter",
     "DownSampling",
     "DynamicSampling",
-    "ExportModel",
     "LengthPrediction",
     "MicroGroupSampling",
     "ParallelismPlanner",

@@ -25,9 +25,10 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
     On by default in the CLI. The file gets its name once it is complete; until then its rows are
     JSON lines in `NAME.tmp`.
 
-    A Parquet file has a column for each that any row has. If its values have no common type (text
-    and numbers, integers of more than 64 bits, texts beside chats, dicts with other keys), the
-    column is text: strings as they are, other values as JSON.
+    A value that JSON does not know, such as a date, is text. A Parquet file has a column for each
+    that any row has. If its values have no common type (text and numbers, integers of more than 64
+    bits, texts beside chats, dicts with other keys), the column is text: strings as they are, other
+    values as JSON.
 
     See `docs/howto/validate_and_predict.md`.
 
@@ -51,7 +52,6 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         self.path = path
         self.num_completions = 0
         """Number of completions written."""
-        self._rows: list[dict[str, Any]] = []
 
     def file(self, trainer: Trainer) -> Path:
         """Return the path of the file."""
@@ -66,20 +66,17 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         """
         if stage == "predict":
             run_of(trainer, self)
-            self._rows, self.num_completions = [], 0
+            self.num_completions = 0
 
     def write_on_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *_: Any
     ) -> None:
-        """Append the rows of a prompt to a JSONL file, which may become Parquet at the end."""
+        """Append the rows of a prompt as JSON lines, which may become Parquet at the end."""
+        begun = self.num_completions > 0
         self.num_completions += len(prediction)
-        if not trainer.is_global_zero:
-            return
-        if self.file(trainer).suffix == ".parquet":
-            self._rows += prediction
-        begun = self.num_completions > len(prediction)
-        with self._unfinished(trainer).open("a" if begun else "w", encoding="ascii") as file:
-            file.writelines(_line(row) + "\n" for row in prediction)
+        if trainer.is_global_zero:
+            with self._unfinished(trainer).open("a" if begun else "w", encoding="ascii") as file:
+                file.writelines(_line(row) + "\n" for row in prediction)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the file and give it its name."""
@@ -87,10 +84,10 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
             return
         path, unfinished = self.file(trainer), self._unfinished(trainer)
         if path.suffix == ".parquet":
-            rows, self._rows = self._rows, []
             part = path.with_name(f"{path.name}.part")
             try:
-                _write_parquet(rows, part)
+                with unfinished.open(encoding="ascii") as file:
+                    _write_parquet([json.loads(line) for line in file], part)
             except Exception as error:  # what was computed is not lost
                 with suppress(OSError):
                     part.unlink()
@@ -131,11 +128,11 @@ def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     rows = [{**row, "completion": as_text(row["completion"])} for row in rows]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {printable(str(name)): column([row.get(name) for row in rows]) for name in names}
+    columns = {printable(name): _column([row.get(name) for row in rows]) for name in names}
     pq.write_table(pa.table(columns), path)
 
 
-def column(values: Sequence[Any]) -> "pa.Array":
+def _column(values: Sequence[Any]) -> "pa.Array":
     """Return values as Arrow: with their type, or as text if a type would change one of them.
 
     In such a column text is as it was, and any other value is JSON.
@@ -153,5 +150,5 @@ def column(values: Sequence[Any]) -> "pa.Array":
             pq.write_table(pa.table({"": array}), file)  # what is nested deeply is not read again
             if pq.read_table(pa.BufferReader(file.getvalue()))[""].to_pylist() == [*values]:
                 return array
-    texts = [v if v is None or isinstance(v, str) else _as_json(v) for v in values]
+    texts = [v if v is None or isinstance(v, str) else json.dumps(v) for v in values]
     return pa.array(printable(texts), pa.string())

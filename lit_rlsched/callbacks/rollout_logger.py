@@ -17,8 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.run_config import log_page
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
-from lit_rlsched.run.saving.traces import RunTraces
+from lit_rlsched.run.saving.traces import about_run, intervals, tables_of
 from lit_rlsched.run.switches import switches_of
+from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.text import as_text, counted, printable
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Completion, Group, Sample
@@ -37,11 +38,6 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]
     return columns, [[row.get(column) for column in columns] for row in readable]
 
 
-def _markdown(columns: list[str], data: list[list[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *data]
-    return "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
-
-
 def _markdown_cell(value: Any) -> str:
     """Return a value as text in which nothing is Markdown or HTML."""
     text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -56,25 +52,19 @@ def _row(
 ) -> dict[str, Any]:
     """Return TRL's columns and what reward functions logged, as `reward/NAME` if NAME is taken."""
     scores = dict(zip(names, completion.scores or [], strict=False))
-    before = {
+    ours = {
         "step": round.version,
         "prompt": Sample(group, completion).prompt,
         "completion": completion.shown,
-    }
-    after = {
         "advantage": completion.advantage if math.isfinite(completion.advantage) else None,
         "completion_length": completion.drawn,
         "finish_reason": completion.finish_reason,
         "round": round.ordinal,
     }
-    ours = before.keys() | after.keys()
-    taken = ours | scores.keys()
-    row: dict[str, Any] = {
-        **before,
-        **{f"reward/{n}" if n in ours else n: score for n, score in scores.items()},
-        **after,
-        **{f"reward/{n}" if n in taken else n: value for n, value in completion.extra.items()},
-    }
+    row: dict[str, Any] = {name: ours[name] for name in ("step", "prompt", "completion")}
+    row |= {f"reward/{n}" if n in ours else n: score for n, score in scores.items()} | ours
+    taken = ours.keys() | scores.keys()
+    row |= {f"reward/{n}" if n in taken else n: value for n, value in completion.extra.items()}
     return printable(row)
 
 
@@ -146,7 +136,7 @@ class RolloutLogger(RolloutCallback):
         self.save_trace = save_trace
         self._begun = False
         self._rows: list[dict[str, Any]] = []  # the newest, which loggers do not have yet
-        self._traces: RunTraces | None = None
+        self._traces: TraceWriter | None = None
         self._next_report = 0.0
         self._occupied: Path | None = None
 
@@ -167,48 +157,42 @@ class RolloutLogger(RolloutCallback):
         """Write the round's rows, trace and report."""
         if not _writes(trainer):
             return
+        run, folder = run_of(trainer, self), folder_of(trainer)
         first, self._begun = not self._begun, True
-        if first:
-            self._begin(trainer, round.ordinal)
+        if first:  # what is there of this round and later is of another or an earlier run
+            folder.mkdir(parents=True, exist_ok=True)
+            drop_rows(folder / "completions.jsonl", round.ordinal)
+            if self.save_trace:
+                self._traces = TraceWriter(folder / "traces")
+                with self._tracing():
+                    self._traces.begin(round.ordinal, about_run(run))
         if round.number % self.every_n_rounds == 0:
-            self._add_rows(trainer, round)
+            names = run.settings.rewards.names
+            pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
+            self._rows = [_row(round, group, completion, names) for group, completion in pairs]
+            with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
         _log_lengths(trainer, round)
         if self._traces is not None:
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
             with self._tracing():
-                self._traces.add(round)
-        if round.ordinal % self.report_every_n_rounds == 0:
+                self._traces.add(round.ordinal, tables_of(run, round, switches_of(callbacks)))
+        reports = round.ordinal % self.report_every_n_rounds == 0
+        if reports or first:  # whoever looks early sees whether answers look as they should
             self._publish_rows(trainer)
+        if reports:
             self._report(trainer, going_on=True)
-        elif first:  # whoever looks early sees whether answers look as they should
-            self._publish_rows(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last report."""
         self._publish_rows(trainer)
-        if self._traces is not None:
-            with self._tracing():
-                self._traces.end()
+        run = run_of(trainer, self)
+        if self._traces is not None and run.timeline is not None and run.timeline.last is not None:
+            with self._tracing():  # what came after the last round
+                table = intervals(run.timeline.last, run.clock.at)
+                self._traces.add(run.record.num_rounds + 1, {"intervals": table})
         self._report(trainer, going_on=False)
         self._begun, self._traces = False, None
-
-    def _begin(self, trainer: Trainer, number: int) -> None:
-        """Delete what the folder has of round `number` and later, of another or an earlier run."""
-        folder = folder_of(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
-        drop_rows(folder / "completions.jsonl", number)
-        if self.save_trace:
-            run = run_of(trainer, self)
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]
-            self._traces = RunTraces(run, folder / "traces", switches_of(callbacks))
-            with self._tracing():
-                self._traces.begin(number)
-
-    def _add_rows(self, trainer: Trainer, round: Round) -> None:
-        names = run_of(trainer, self).settings.rewards.names
-        pairs = [(g, c) for g in round.groups for c in g.completions][: self.num_completions]
-        self._rows = [_row(round, group, completion, names) for group, completion in pairs]
-        with (folder_of(trainer) / "completions.jsonl").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
 
     def _publish_rows(self, trainer: Trainer) -> None:
         """Send the newest rows to W&B and TensorBoard, unless they have them."""
@@ -222,7 +206,8 @@ class RolloutLogger(RolloutCallback):
                 table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
                 logger.log_metrics({"completions": table}, step=trainer.global_step)
             elif isinstance(logger, TensorBoardLogger):
-                text = _markdown(columns, data)
+                lines = [columns, ["---"] * len(columns), *data]
+                text = "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
                 logger.experiment.add_text("completions", text, trainer.global_step)
 
     def _report(self, trainer: Trainer, going_on: bool) -> None:

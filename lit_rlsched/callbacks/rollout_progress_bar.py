@@ -21,8 +21,7 @@ RECENT = 20
 SECONDS_PER_FRAME = 0.25
 """Shortest time between two updates of the rollout bar in a terminal."""
 SECONDS_PER_LINE = 2.0
-"""Shortest time between two lines about rounds in a log; the rounds between get no line unless
-they were validated."""
+"""Shortest time between two lines about rounds in a log, unless they were validated."""
 SECONDS_PER_ROLLOUT_LINE = 30.0
 """Shortest time between two lines about one rollout in a log."""
 
@@ -132,7 +131,20 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         validated = self._accuracy is not None
         if not (last or validated or now - self._printed >= SECONDS_PER_LINE):
             return
-        parts = self._results() + [
+        parts = [f"held-out accuracy {self._accuracy:.2f}"] if validated else []
+        if self._round is not None:
+            metrics = self._round.metrics
+            parts = [
+                f"reward {metrics['reward']:.3f}",
+                *parts,
+                f"{metrics['rollout/tokens_per_second']:,.0f} tokens/s",
+                f"{metrics['completions/mean_length']:.0f} tokens on average",
+                f"{percent(metrics['completions/clipped_ratio'])} cut",
+                f"{percent(metrics['rollout/bubble_ratio'])} idle",
+                f"rollout {duration(metrics['time/rollout'])}",
+                f"update {duration(max(0.0, self._update_ended - self._rollout_ended))}",
+            ]
+        parts += [
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self.get_metrics(trainer, pl_module).items()
             if name not in self._figures
@@ -154,23 +166,6 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         seconds = min(left, default=0.0) * (now[2] - before[2])
         return seconds if seconds > 0 else None
 
-    def _results(self) -> list[str]:
-        """Return the figures of the last round, with a held-out accuracy that is new."""
-        parts = [] if self._accuracy is None else [f"held-out accuracy {self._accuracy:.2f}"]
-        if self._round is None:
-            return parts
-        metrics = self._round.metrics
-        return [
-            f"reward {metrics['reward']:.3f}",
-            *parts,
-            f"{metrics['rollout/tokens_per_second']:,.0f} tokens/s",
-            f"{metrics['completions/mean_length']:.0f} tokens on average",
-            f"{percent(metrics['completions/clipped_ratio'])} cut",
-            f"{percent(metrics['rollout/bubble_ratio'])} idle",
-            f"rollout {duration(metrics['time/rollout'])}",
-            f"update {duration(max(0.0, self._update_ended - self._rollout_ended))}",
-        ]
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the held-out accuracy."""
         accuracy = trainer.callback_metrics.get("val/accuracy")
@@ -186,8 +181,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         """Return reward and accuracy, then what was logged with `prog_bar=True`."""
         ours: dict[str, Any] = dict(sorted(self._figures.items()))  # the reward first
         metrics = ours | super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
+        return {name: value for name, value in metrics.items() if name != "v_num"}
 
     def _advance(self, trainer: Trainer, pl_module: LightningModule, rounds: int) -> None:
         bar = self.train_progress_bar
@@ -199,10 +193,8 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
         """Draw a bar for the completions of the round."""
         self._plan, self._scored, self._shown = plan, 0, time.monotonic()
-        total = _unscored(plan)
-        self._rollout_bar = self._bar(
-            1, desc="  rollout", total=total, unit="completion", leave=False
-        )
+        about = {"desc": "  rollout", "unit": "completion", "leave": False}
+        self._rollout_bar = self._bar(1, total=_unscored(plan), **about)
 
     def on_completion_end(self, trainer: Any, pl_module: Any, completion: Completion) -> None:
         """Show how far the rollout is, if it was not shown just now."""
@@ -210,8 +202,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         assert bar is not None, "a completion outside a round"
         self._scored += 1
         pause = SECONDS_PER_ROLLOUT_LINE if bar.disable else SECONDS_PER_FRAME
-        over = bar.disable and not remaining  # as when the round was drawn ahead
-        if now - self._shown < pause or over:
+        if now - self._shown < pause or (bar.disable and not remaining):  # as if drawn ahead
             return
         self._shown = now
         bar.n, bar.total = self._scored, self._scored + remaining

@@ -1,5 +1,6 @@
-"""RollPacker: how far the model is split, and how long a reward may take."""
+"""RollPacker: which rounds wait for long completions, and what is done meanwhile."""
 
+import math
 import time
 from typing import Any
 
@@ -15,9 +16,79 @@ from lit_rlsched.scheduling.rollpacker import (
     TensorParallelPlanner,
     check_bounds,
 )
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.schedule import RunFacts, Schedule
+
+
+class TailBatching(RolloutCallback):
+    """End most rounds without waiting for their longest completions.
+
+    RollPacker (arXiv 2509.21009, section 3). A short round begins
+    `prompt_ratio * prompts_per_round` prompts, ends once `prompts_per_round` of them are decoded
+    and scored, and defers the others. Once that many are deferred, a long round runs the oldest to
+    their end. The newest policy draws all completions of an update.
+
+    Bias: updates see prompts with long completions later and together. A deferred prompt is drawn
+    again, and a completion that was long may then be short. `completion_ratio` favours short
+    completions inside each prompt. `rollout/trained_over_drawn_length` and
+    `pool/trained_over_drawn_length` understate the bias. `RolloutWindow(overtake=2)` draws nothing
+    again, and is faster.
+
+    See `docs/explanation/rollpacker.md`.
+
+    Args:
+        prompt_ratio: Prompts of a short round, as a multiple of `prompts_per_round`, rounded up.
+            With 1, and no `completion_ratio`, the run equals the synchronous one bit for bit.
+        completion_ratio: Completions of a fresh prompt, as a multiple of `num_generations`, rounded
+            up; the first `num_generations` that finish are kept. The paper uses 1.25. By default
+            completions do not race.
+        per_domain: Share of each domain (column `domain`) in the update of a short round, such as
+            `{"math": 0.5, "code": 0.5}`; prompts race inside their domain. By default all prompts
+            race together, which favours domains with short completions.
+
+    Raises:
+        UsageError: an argument is out of range, or the data holds too few prompts.
+
+    Example::
+
+        Trainer(callbacks=[TailBatching(), MicroGroupSampling(slots=64)])
+    """
+
+    sets = "when a round ends"
+
+    def __init__(
+        self,
+        prompt_ratio: float = 1.25,
+        completion_ratio: float | None = None,
+        per_domain: dict[str, float] | None = None,
+    ) -> None:
+        total = 1.0 if per_domain is None else sum(per_domain.values())
+        if not math.isclose(total, 1, abs_tol=1e-6):
+            raise UsageError(
+                f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to {total:g}."
+            )
+        self.prompt_ratio = prompt_ratio
+        self.completion_ratio = completion_ratio
+        self.per_domain = per_domain
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        return (
+            f"a round begins {self.prompt_ratio:g} times its prompts and ends when enough of them "
+            "are ready; the others run in a long round later"
+        )
+
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set the rule."""
+        schedule.rule = TailRound(
+            facts.settings.prompts_per_round,
+            facts.settings.num_generations,
+            self.prompt_ratio,
+            self.completion_ratio or 1.0,
+            shares=self.per_domain,
+        )
 
 
 class ParallelismPlanner(RolloutCallback):
@@ -198,3 +269,49 @@ class AdaptiveTimeouts(RolloutCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the anchors."""
         self.timeouts.load_state_dict(state_dict)
+
+
+class StreamedTraining(RolloutCallback):
+    """Compute the gradients of finished groups while other groups still decode.
+
+    RollPacker (arXiv 2509.21009, section 4.4). During a rollout the trainer runs forward and
+    backward passes over groups as they are scored. At the end of the round it does so for the other
+    groups and takes the first optimizer step.
+
+    Bias: none; the update is the same up to rounding. Runs repeat bit for bit, but with
+    `TailBatching(completion_ratio=...)` only up to rounding. The engine must decode in its own
+    process, and gradients are in memory beside its cache. Little overlaps if decisions of the
+    trainer change what the engine decodes, such as those of `DynamicSampling`.
+
+    See `docs/explanation/streaming_and_parallelism.md`.
+
+    Args:
+        start: Share of an update's prompts that must be ready before the first gradients are
+            computed.
+
+    Raises:
+        UsageError: `start` is out of range.
+        UsageError: the engine is in the trainer's process, a round is divided over
+            several optimizer steps, the module optimizes automatically, or advantages or loss need
+            the whole update.
+
+    Example::
+
+        data = RolloutDataModule(..., engine=ProcessEngine(VLLMEngine()))
+        Trainer(callbacks=[StreamedTraining(), TailBatching()])
+    """
+
+    sets = "when gradients are computed"
+
+    def __init__(self, start: float = 0.2) -> None:
+        self.start = start
+
+    def describe(self) -> str:
+        """Return what the callback does in words."""
+        return "gradients are computed while other completions decode"
+
+    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
+        """Set when gradients are computed."""
+        if facts.trains:
+            schedule.streaming = self.start
+            schedule.beside_update.append("`StreamedTraining`")

@@ -11,13 +11,11 @@ from typing import Any
 
 import yaml
 
-from lit_rlsched.callbacks.async_rollout import AsyncRollout
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
-from lit_rlsched.callbacks.rollout_window import RolloutWindow
+from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
+from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.callbacks.streamed_training import StreamedTraining
-from lit_rlsched.callbacks.tail_batching import TailBatching
 from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
 from lit_rlsched.run.switches import make_schedule
@@ -57,7 +55,11 @@ class Candidate:
     @property
     def name(self) -> str:
         """The callbacks as they are written in Python."""
-        return " + ".join(map(written, self.options)) or PLAIN
+        written = (
+            f"{make.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+            for make, given in self.options
+        )
+        return " + ".join(written) or PLAIN
 
     def callbacks(self) -> list[Any]:
         """Make the callbacks."""
@@ -66,9 +68,7 @@ class Candidate:
     def overlay(self, engine: str | None = None, slots: int | None = None) -> str:
         """Return a configuration that adds it to a run.
 
-        Args:
-            engine: Name of the run's engine, if it has no process of its own.
-            slots: Slots to set, if the run leaves their number open.
+        `engine` is given if it has no process of its own, `slots` if the run leaves them open.
         """
         if not self.options:
             return "# no callback is needed\n"
@@ -87,12 +87,6 @@ class Candidate:
         ]
         config["trainer"] = {"callbacks+": given}
         return yaml.safe_dump(config, sort_keys=False)
-
-
-def written(option: Option) -> str:
-    """Return a callback as it is written in Python."""
-    make, arguments = option
-    return f"{make.__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
 
 
 def options(num_generations: int) -> list[Option]:
@@ -300,11 +294,8 @@ def recommended(rows: Sequence[Simulated], wanted: Mapping[str, float]) -> Simul
     if not allowed:
         return None
     least = min(row.outcome.seconds for row in allowed)
-
-    def simple(row: Simulated) -> tuple[int, float]:
-        return (len(row.of.options) if row.of else 0), row.outcome.seconds
-
-    return min((r for r in allowed if r.outcome.seconds <= ENOUGH * least), key=simple)
+    fast = [row for row in allowed if row.outcome.seconds <= ENOUGH * least]
+    return min(fast, key=lambda row: (len(row.of.options) if row.of else 0, row.outcome.seconds))
 
 
 def first(rows: Sequence[Simulated], best: Simulated | None = None) -> list[Simulated]:

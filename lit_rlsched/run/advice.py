@@ -50,14 +50,26 @@ class Advice:
         processes: int = 1,
     ) -> list[str]:
         """Return warnings before the engine starts."""
-        cores, threads = len(available_cores()), torch.get_num_threads()
-        return self._once(
-            no_eos=no_eos(eos_token_ids),
-            idle_cores=None if trained is None else idle_cores(trained, processes, threads, cores),
-            idle_slots=idle_slots(slots, most),
-            trains_in_half=None if trained is None else trains_in_half(trained),
-            trains_with_noise=None if trained is None else trains_with_noise(trained),
-        )
+        found: dict[str, str | None] = {}
+        if not eos_token_ids:
+            found["no_eos"] = (
+                "Neither the tokenizer nor the model's generation config names an EOS token: every "
+                "completion will be cut at `max_completion_length`. Set `eos_token` of the "
+                "tokenizer, or `eos_token_id` in generation_config.json."
+            )
+        if trained is not None:
+            threads, cores = torch.get_num_threads(), len(available_cores())
+            found["idle_cores"] = idle_cores(trained, processes, threads, cores)
+        if slots is not None and slots > most:
+            found["idle_slots"] = (
+                f"`MicroGroupSampling(slots={slots})`: a round draws {most} completions, so "
+                f"{slots - most} slots stay empty. Use `slots={most}` or fewer, or raise "
+                "`prompts_per_round` or `num_generations`."
+            )
+        if trained is not None:
+            found["trains_in_half"] = trains_in_half(trained)
+            found["trains_with_noise"] = trains_with_noise(trained)
+        return self._once(**found)
 
     def of_evaluation(self, never_correct: str | None) -> list[str]:
         """Return warnings after a validation, such as that no completion can count as correct."""
@@ -65,12 +77,33 @@ class Advice:
 
     def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
         """Return warnings after a round was drawn and scored."""
+        found: dict[str, str | None] = {}
         reasons = [c.finish_reason for c in round.completions]
-        return self._once(
-            all_cut=all_cut(reasons, limit),
-            equal_rewards=equal_rewards(record),
-            mostly_equal=mostly_equal(record) if in_groups else None,
-        )
+        if {*reasons} == {"length"}:
+            found["all_cut"] = (
+                f"All {len(reasons)} completions of a round were cut at `max_completion_length="
+                f"{limit}`, and none ended with EOS: most reward functions find no answer in them. "
+                "Raise the limit. If the completions continue after their answer, check that "
+                "prompts use the chat template that the model was trained with, and that the "
+                "tokenizer has the model's EOS token."
+            )
+        shares = [row["frac_reward_zero_std"] for row in record.rounds[-MOSTLY_EQUAL_ROUNDS:]]
+        newest = shares[-EQUAL_ROUNDS:]
+        if len(newest) == EQUAL_ROUNDS and min(newest) >= 1:
+            found["equal_rewards"] = (
+                f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same "
+                f"reward (in the last one {record.rounds[-1]['reward']:g} on average): their "
+                "advantages are zero, so nothing is learned from them. Look at the completions "
+                f"table: does the reward function find the answers? {_WHAT_TO_DO}"
+            )
+        full = in_groups and len(shares) == MOSTLY_EQUAL_ROUNDS
+        if full and (mean := fmean(shares)) >= MOSTLY_EQUAL:
+            found["mostly_equal"] = (
+                f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the "
+                "prompts had the same reward, so the update learned nothing from them "
+                f"(`frac_reward_zero_std`). {_WHAT_TO_DO}"
+            )
+        return self._once(**found)
 
     def _once(self, **found: str | None) -> list[str]:
         new = {name: text for name, text in found.items() if text and name not in self._given}
@@ -84,17 +117,6 @@ class Advice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the state of the resumed run to the warnings that were given since this start."""
         self._given |= set(state.get("said", ()))
-
-
-def no_eos(eos_token_ids: Sequence[int]) -> str | None:
-    """Warn if there is no EOS token."""
-    if eos_token_ids:
-        return None
-    return (
-        "Neither the tokenizer nor the model's generation config names an EOS token: every "
-        "completion will be cut at `max_completion_length`. Set `eos_token` of the tokenizer, or "
-        "`eos_token_id` in generation_config.json."
-    )
 
 
 def trains_with_noise(policy: nn.Module) -> str | None:
@@ -111,17 +133,6 @@ def trains_with_noise(policy: nn.Module) -> str | None:
     )
 
 
-def idle_slots(slots: int | None, most: int) -> str | None:
-    """Warn if there are more slots than completions in a round."""
-    if slots is None or slots <= most:
-        return None
-    return (
-        f"`MicroGroupSampling(slots={slots})`: a round draws {most} completions, so {slots - most} "
-        f"slots stay empty. Use `slots={most}` or fewer, or raise `prompts_per_round` or "
-        "`num_generations`."
-    )
-
-
 def idle_cores(policy: nn.Module, processes: int, threads: int, cores: int) -> str | None:
     """Warn of a large model on CPUs if half of the cores or more have nothing to do."""
     if any(p.device.type != "cpu" for p in policy.parameters()):
@@ -133,44 +144,6 @@ def idle_cores(policy: nn.Module, processes: int, threads: int, cores: int) -> s
         f"The model has {parameters / 1e6:,.0f} million parameters and computes on the CPU, but "
         f"only {processes * threads} of {cores} cores are used. Set `OMP_NUM_THREADS="
         f"{cores // processes}` before the run starts, unless other programs need the cores."
-    )
-
-
-def all_cut(finish_reasons: Sequence[str | None], limit: int) -> str | None:
-    """Warn if every completion of a round was cut at the length limit."""
-    if not finish_reasons or set(finish_reasons) != {"length"}:
-        return None
-    return (
-        f"All {len(finish_reasons)} completions of a round were cut at `max_completion_length="
-        f"{limit}`, and none ended with EOS: most reward functions find no answer in them. Raise "
-        "the limit. If the completions continue after their answer, check that prompts use the "
-        "chat template that the model was trained with, and that the tokenizer has the model's "
-        "EOS token."
-    )
-
-
-def equal_rewards(record: RunRecord) -> str | None:
-    """Warn if rewards that are compared have been equal for `EQUAL_ROUNDS` rounds."""
-    shares = [row["frac_reward_zero_std"] for row in record.rounds[-EQUAL_ROUNDS:]]
-    if len(shares) < EQUAL_ROUNDS or min(shares) < 1:
-        return None
-    return (
-        f"In {EQUAL_ROUNDS} rounds in a row, completions that are compared had the same reward (in "
-        f"the last one {record.rounds[-1]['reward']:g} on average): their "
-        "advantages are zero, so nothing is learned from them. Look at the completions table: does "
-        f"the reward function find the answers? {_WHAT_TO_DO}"
-    )
-
-
-def mostly_equal(record: RunRecord) -> str | None:
-    """Warn if most prompts of the last `MOSTLY_EQUAL_ROUNDS` rounds had equal rewards."""
-    shares = [row["frac_reward_zero_std"] for row in record.rounds[-MOSTLY_EQUAL_ROUNDS:]]
-    if len(shares) < MOSTLY_EQUAL_ROUNDS or (mean := fmean(shares)) < MOSTLY_EQUAL:
-        return None
-    return (
-        f"In the last {len(shares)} rounds, all completions of {percent(mean)} of the prompts had "
-        "the same reward, so the update learned nothing from them (`frac_reward_zero_std`). "
-        f"{_WHAT_TO_DO}"
     )
 
 

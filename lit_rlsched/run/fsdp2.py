@@ -63,15 +63,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         state = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
         return numbered(state)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Let `Trainer` make whole checkpoints on rank 0 inside."""
-        sharded, self._save_distributed_checkpoint = self._save_distributed_checkpoint, False
-        try:
-            yield
-        finally:
-            self._save_distributed_checkpoint = sharded
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:

@@ -61,17 +61,6 @@ class RunRecord:
 
     def result(self, temperature: float) -> str:
         """Return held-out accuracies or reward, at the beginning and at the end."""
-        accuracy = self._accuracy(temperature)
-        rewards = measured(self.rounds, "reward")
-        if accuracy and self.validations[-1]["step"] > 0:
-            return f"held-out accuracy {accuracy}"
-        result = f"reward {from_to(rewards)}" if rewards else "nothing trained"
-        if accuracy:
-            result = f"held-out accuracy before training {accuracy}, {result}"
-        return result
-
-    def _accuracy(self, temperature: float) -> str:
-        """Return the accuracies, and of which completions; empty if none was measured."""
         kinds = {
             name: f"as the mean of {counted(int(samples), 'sample')} at temperature {temperature:g}"
             for name in sorted({name for row in self.validations for name in row})
@@ -81,8 +70,12 @@ class RunRecord:
         found = {kind: measured(self.validations, name) for name, kind in kinds.items()}
         if not any(found.values()):
             found = {"": measured(self.validations, "val/accuracy")}
-        said = (f"{from_to(points)} {kind}".rstrip() for kind, points in found.items() if points)
-        return ", ".join(said)
+        said = (f"{_from_to(points)} {kind}".rstrip() for kind, points in found.items() if points)
+        accuracy, rewards = ", ".join(said), measured(self.rounds, "reward")
+        if accuracy and self.validations[-1]["step"] > 0:
+            return f"held-out accuracy {accuracy}"
+        result = f"reward {_from_to(rewards)}" if rewards else "nothing trained"
+        return f"held-out accuracy before training {accuracy}, {result}" if accuracy else result
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies, as primitives only."""
@@ -96,14 +89,12 @@ class RunRecord:
             rows.extend(dict(row) for row in state.get(name, ()))
 
 
-def measured(
-    rows: Sequence[Mapping[str, float]], name: str, at: str = "step"
-) -> list[tuple[float, float]]:
+def measured(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     """Return `(step, value)` of the rows in which the value is finite."""
-    return [(r[at], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
+    return [(r["step"], r[name]) for r in rows if math.isfinite(r.get(name, math.nan))]
 
 
-def from_to(points: Sequence[tuple[float, float]]) -> str:
+def _from_to(points: Sequence[tuple[float, float]]) -> str:
     """Return the last value, after that of the untrained model if it was measured."""
     (step, first), (_, last) = points[0], points[-1]
     return f"{first:.2f} -> {last:.2f}" if step == 0 and len(points) > 1 else f"{last:.2f}"

@@ -203,7 +203,7 @@ def hangs():
 
 def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, monkeypatch):
     hasty = partial(TailRound, patience=0.2)
-    monkeypatch.setattr("lit_rlsched.callbacks.tail_batching.TailRound", hasty)
+    monkeypatch.setattr("lit_rlsched.callbacks.rollpacker.TailRound", hasty)
     recorder = Recorder()
     rows = [*sums[7:8], *(row for row in sums[10:] if row["answer"] != "7")]
     settings = {

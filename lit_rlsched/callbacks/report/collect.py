@@ -13,7 +13,6 @@ import numpy as np
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
 from lit_rlsched.callbacks.what_if import (
     ROUNDS,
-    Simulated,
     about_of,
     first,
     measured,
@@ -85,7 +84,11 @@ def run_data(
             rows = [] if setting is None else setting.ours(facts, most_callbacks=1)
             own = own_schedule(traces, rows)
             took = measured(Newest(traces, ROUNDS))
-            schedules = [_schedule(row, named(row, own, took)) for row in first(rows)]
+            for row in first(rows):
+                of = row.outcome
+                shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
+                figures = (of.seconds, of.decode_steps, *shares, of.peak_kv)
+                schedules.append([named(row, own, took), *map(rounded, figures)])
             notes += missing(about) if schedules else []
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
@@ -198,7 +201,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> Json:
 
 
 def _completions(traces: Traces) -> tuple[Json, Json]:
-    """Return the groups and the lengths of each round."""
+    """Return the groups and the lengths of each round, and a histogram of those of all rounds."""
     parts = split(traces.table("completions"))
     if not parts:
         return {}, {}
@@ -229,7 +232,14 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
         every["with an advantage"] += trained
     numbers = sorted(counts)
     groups = {"round": numbers, **{k: [counts[n][k] for n in numbers] for k in KINDS}}
-    return groups, _lengths(rows, every)
+    if not every["ended"]:
+        return groups, {}
+    longest = max(*every["ended"], 2)
+    edges = np.unique(np.geomspace(max(1, min(every["ended"])), longest + 1, 32).round())
+    names = ("round", "10 %", "median", "90 %", "mean", "mean with an advantage")
+    histograms = {name: np.histogram(of, edges)[0].tolist() for name, of in every.items()}
+    shown = {"rounds": _columns(rows, names), "edges": edges.astype(int).tolist()}
+    return groups, shown | histograms
 
 
 def _kind(group: Sequence[Json], best: float, worst: float) -> str:
@@ -250,41 +260,30 @@ def _kind(group: Sequence[Json], best: float, worst: float) -> str:
     return "one other reward"
 
 
-def _lengths(rows: Sequence[Json], every: Mapping[str, Sequence[int]]) -> Json:
-    """Return lengths of each round, and a histogram of those of all rounds."""
-    if not every["ended"]:
-        return {}
-    longest = max(*every["ended"], 2)
-    edges = np.unique(np.geomspace(max(1, min(every["ended"])), longest + 1, 32).round())
-    names = ("round", "10 %", "median", "90 %", "mean", "mean with an advantage")
-    counts = {name: np.histogram(of, edges)[0].tolist() for name, of in every.items()}
-    return {"rounds": _columns(rows, names), "edges": edges.astype(int).tolist(), **counts}
-
-
 def _seconds_by_lane(traces: Traces) -> Json:
     """Return seconds of each round by what trainer and engines did."""
     table = traces.table("intervals")
     if not table.num_rows:
         return {}
-    found: dict[str, dict[str, Counter[int]]] = {k: defaultdict(Counter) for k in (TRAINER, "")}
+    trainer: dict[str, Counter[int]] = defaultdict(Counter)
+    engines: dict[str, Counter[int]] = defaultdict(Counter)
     names = ("round", "lane", "what", "start", "end", "waits_for")
-    engines = {lane for lane in table["lane"].unique().to_pylist() if lane != TRAINER}
+    num_engines = len({*table["lane"].to_pylist()} - {TRAINER})
     for number, lane, what, start, end, whom in zip(
         *(table[name].to_pylist() for name in names), strict=True
     ):
-        share = 1 if lane == TRAINER else len(engines)
         does = activity(what, whom)
-        found[TRAINER if lane == TRAINER else ""][does][number] += (end - start) / share
-    numbers = sorted(set(table["round"].to_pylist()))
-    return {
-        "round": numbers,
-        "trainer": _by_round(found[TRAINER], numbers),
-        "engines": _by_round(found[""], numbers),
-    }
-
-
-def _by_round(seconds: Mapping[str, Mapping[int, float]], numbers: Sequence[int]) -> Json:
-    return {what: [rounded(of.get(n, 0.0)) for n in numbers] for what, of in seconds.items()}
+        if lane == TRAINER:
+            trainer[does][number] += end - start
+        else:
+            engines[does][number] += (end - start) / num_engines
+    numbers = sorted({*table["round"].to_pylist()})
+    found: Json = {"round": numbers}
+    for name, seconds in (("trainer", trainer), ("engines", engines)):
+        found[name] = {
+            what: [rounded(of.get(n, 0.0)) for n in numbers] for what, of in seconds.items()
+        }
+    return found
 
 
 def _texts(path: Path, share: float) -> tuple[Json, list[str]]:
@@ -307,11 +306,9 @@ def _texts(path: Path, share: float) -> tuple[Json, list[str]]:
         if left < 0 and shown:
             break
         shown.append([row.get(name) for name in names])
-    notes = []
-    if unreadable:
-        notes.append(f"`{path.name}`: {unreadable} of {lines} lines cannot be read.")
+    note = f"`{path.name}`: {unreadable} of {lines} lines cannot be read."
     data = {"rounds": len(numbers), "of": len(sizes), "shown": len(shown), "in_them": len(rows)}
-    return {**data, "columns": names, "rows": shown}, notes
+    return {**data, "columns": names, "rows": shown}, [note] if unreadable else []
 
 
 def _rows_of(path: Path) -> Iterable[tuple[int | None, Json]]:
@@ -341,9 +338,3 @@ def _cell(name: str, value: Any) -> Any:
     if len(text) > MOST_TEXT_OF_ONE:
         text = f"{text[:MOST_TEXT_OF_ONE]} … ({len(text):,} characters)"
     return text
-
-
-def _schedule(row: Simulated, name: str) -> list[Any]:
-    of = row.outcome
-    shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
-    return [name, *map(rounded, (of.seconds, of.decode_steps, *shares, of.peak_kv))]

@@ -27,13 +27,7 @@ MOST_BYTES = 10_000_000
 
 
 def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: bool = False) -> Path:
-    """Write the report of runs; whoever reads the file meanwhile sees the one before.
-
-    Args:
-        path: File.
-        runs: What `run_data` returns, of each run.
-        going_on: Whether the run has not ended.
-    """
+    """Write the report of what `run_data` returns; a reader meanwhile sees the one before."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = f"Made on {datetime.now():%Y-%m-%d %H:%M:%S}{', while the run went on' * going_on}."
@@ -42,7 +36,8 @@ def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: boo
     data: dict[str, Any] = {"title": f"Report of {', '.join(names)}"}
     data |= {"made": made, "notes": notes(runs), "ends": ENDS, "runs": runs}
     script = _own("page.js")
-    allowed = " ".join(f"'sha256-{_digest(of)}'" for of in (plotly(), script))
+    digests = (hashlib.sha256(of.encode()).digest() for of in (plotly(), script))
+    allowed = " ".join(f"'sha256-{base64.b64encode(of).decode()}'" for of in digests)
     parts = {
         "POLICY": f"{FORBIDDEN}; script-src {allowed}; style-src 'unsafe-inline'; img-src data:",
         "TITLE": html.escape(str(printable(data["title"]))),
@@ -104,10 +99,6 @@ def _own(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
 LANES, SLOTS = 1, 2
 """Rows of trainer and engines, and rows of slots, of the first run."""
 
@@ -116,8 +107,7 @@ def write_trace(path: str | Path, runs: Sequence[dict[str, Any]]) -> Path:
     """Write the timelines of runs as trace events, one below the other."""
     events = [event for number, run in enumerate(runs) for event in _events(run, 2 * number)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
-    data = text.encode()
-    path = Path(path)
+    data, path = text.encode(), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path

@@ -69,12 +69,12 @@ def timelines(traces: Traces, rounds: Sequence[Mapping[str, Any]], share: float)
     parts = split(traces.table("spans"))
     if not parts:
         return []
-    lanes = _Lanes(traces)
+    lanes = _lanes(traces)
     began = {row["round"]: row["began"] for row in rounds if row["began"] is not None}
     of_lanes: dict[int, list[Json]] = {}
     later = math.inf
     for number in sorted(began, reverse=True):
-        of_lanes[number] = lanes.between(began[number], later)
+        of_lanes[number] = _between(lanes, began[number], later)
         later = min(later, began[number])
     sizes = {
         number: min(part.num_rows, MOST_SPANS_OF_ROUND)
@@ -173,40 +173,35 @@ def _timeline(
     }
 
 
-class _Lanes:
-    """Intervals of trainer and engines on the clock of the run."""
+def _lanes(traces: Traces) -> dict[str, list[tuple[float, float, str]]]:
+    """Return intervals of trainer and engines on the clock of the run."""
+    found: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for row in traces.rows("intervals"):
+        does = activity(row["what"], row["waits_for"])
+        found[row["lane"]].append((row["start"], row["end"], does))
+    order = sorted(found, key=lambda lane: (lane != TRAINER, len(lane), lane))
+    return {lane: sorted(found[lane]) for lane in order}
 
-    def __init__(self, traces: Traces) -> None:
-        self._of: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-        for row in traces.rows("intervals"):
-            does = activity(row["what"], row["waits_for"])
-            self._of[row["lane"]].append((row["start"], row["end"], does))
-        for intervals in self._of.values():
-            intervals.sort()
 
-    def between(self, start: float, end: float) -> list[Json]:
-        """Return the intervals of each lane, in thousandths of a second since `start`."""
-        found = []
-        for lane in sorted(self._of, key=lambda lane: (lane != TRAINER, len(lane), lane)):
-            every = self._of[lane]
-            begin = max(0, bisect_left(every, (start,)) - 1)
-            inside = [i for i in every[begin : bisect_left(every, (end,))] if i[1] > start]
-            inside = [(max(a, start), min(b, end), does) for a, b, does in inside]
-            if not inside:
-                continue
-            gap = (inside[-1][1] - inside[0][0]) / 400
-            merged: list[tuple[float, float, str]] = []
-            for a, b, does in inside:
-                if merged and merged[-1][2] == does and a - merged[-1][1] <= gap:
-                    merged[-1] = merged[-1][0], b, does
-                elif b - a >= gap / 8 or not merged:
-                    merged.append((a, b, does))
-            found.append(
-                {
-                    "lane": lane,
-                    "start": [round(1000 * (a - start)) for a, _, _ in merged],
-                    "end": [round(1000 * (b - start)) for _, b, _ in merged],
-                    "what": [does for *_, does in merged],
-                }
-            )
-        return found
+def _between(
+    lanes: Mapping[str, Sequence[tuple[float, float, str]]], start: float, end: float
+) -> list[Json]:
+    """Return the intervals of each lane, in thousandths of a second since `start`."""
+    found = []
+    for lane, every in lanes.items():
+        begin = max(0, bisect_left(every, (start,)) - 1)
+        inside = [i for i in every[begin : bisect_left(every, (end,))] if i[1] > start]
+        inside = [(max(a, start), min(b, end), does) for a, b, does in inside]
+        if not inside:
+            continue
+        gap = (inside[-1][1] - inside[0][0]) / 400
+        merged: list[tuple[float, float, str]] = []
+        for a, b, does in inside:
+            if merged and merged[-1][2] == does and a - merged[-1][1] <= gap:
+                merged[-1] = merged[-1][0], b, does
+            elif b - a >= gap / 8 or not merged:
+                merged.append((a, b, does))
+        starts, ends = ([round(1000 * (of[i] - start)) for of in merged] for i in (0, 1))
+        what = [does for *_, does in merged]
+        found.append({"lane": lane, "start": starts, "end": ends, "what": what})
+    return found

@@ -82,8 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Check the file and load it; gather the parts of a folder that `FSDP2Strategy` wrote."""
         if is_sharded_checkpoint(path):
             return read_checkpoint(path)
-        local = _is_local_file_protocol(path) and not str(path).startswith("http")
-        if local:
+        if _is_local_file_protocol(path) and not str(path).startswith("http"):
             if not Path(path).exists():
                 raise CheckpointError(
                     f"There is no checkpoint `{path}` on {socket.gethostname()}. Give an existing "
@@ -107,21 +106,44 @@ def read_checkpoint(
     path: str | Path, verify: bool = True, optimizers: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint: a file is memory-mapped and read when used, a folder is read."""
-    if is_sharded_checkpoint(path):
+    if not is_sharded_checkpoint(path):
+        _check_file(path, tensors=verify)
         with refusing(path):
-            return _checked(read_folder(Path(path), optimizers), path)
-    _check_file(path, tensors=verify)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _checked(checkpoint, path)
+    checkpoint, names = inspect_checkpoint(path), []
+    if optimizers:
+        names = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
     with refusing(path):
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return _checked(checkpoint, path)
+        tensors = _load(Path(path), {"state_dict", *names})
+        checkpoint["state_dict"] = tensors["state_dict"]
+        if names:
+            checkpoint["optimizer_states"] = [numbered(tensors[name]) for name in names]
+    return checkpoint
 
 
 def inspect_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
-    """Like `read_checkpoint`, but without the values of a folder's tensors."""
+    """Like `read_checkpoint`, but a folder's weights are on the meta device, optimizers empty."""
     if not is_sharded_checkpoint(path):
         return read_checkpoint(path, verify)
+    path, weights, optimizers = Path(path), {}, set()
     with refusing(path):
-        return _checked(inspect_folder(Path(path)), path)
+        metadata: Any = _Reader(path).read_metadata()
+        for stored in metadata.storage_data.values():
+            file = path / stored.relative_path
+            if not file.is_file() or file.stat().st_size < stored.offset + stored.length:
+                raise RuntimeError(f"its file `{file.name}` is missing or cut off")
+        for key, (part, name, *_) in metadata.planner_data.items():
+            if part == "state_dict":
+                about = metadata.state_dict_metadata[key]
+                weights[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+            else:
+                optimizers.add(part)
+        checkpoint = torch.load(path / REST, map_location="cpu", weights_only=True)
+        checkpoint["state_dict"] = weights
+    if optimizers:
+        checkpoint["optimizer_states"] = [{} for _ in optimizers]
+    return _checked(checkpoint, path)
 
 
 @contextmanager
@@ -191,8 +213,6 @@ def sync_folder(folder: Path) -> None:
 
 REST = "meta.pt"
 """Lightning's name of the file with everything but tensors. It is written last."""
-
-
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 """Modules of the classes that describe a folder."""
 _OTHERS = ("pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout")
@@ -239,38 +259,6 @@ class _WholePlanner(_Planner, _EmptyStateDictLoadPlanner):
 def is_sharded_checkpoint(path: str | Path) -> bool:
     """Whether a path is such a folder."""
     return (Path(path) / REST).is_file()
-
-
-def inspect_folder(path: Path) -> dict[str, Any]:
-    """Read a folder without its tensors: weights are on the meta device, optimizers are empty."""
-    metadata: Any = _Reader(path).read_metadata()
-    for stored in metadata.storage_data.values():
-        file = path / stored.relative_path
-        if not file.is_file() or file.stat().st_size < stored.offset + stored.length:
-            raise RuntimeError(f"its file `{file.name}` is missing or cut off")
-    weights, optimizers = {}, set()
-    for key, (part, name, *_) in metadata.planner_data.items():
-        if part == "state_dict":
-            about = metadata.state_dict_metadata[key]
-            weights[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
-        else:
-            optimizers.add(part)
-    checkpoint = torch.load(path / REST, map_location="cpu", weights_only=True)
-    checkpoint["state_dict"] = weights
-    if optimizers:
-        checkpoint["optimizer_states"] = [{} for _ in optimizers]
-    return checkpoint
-
-
-def read_folder(path: Path, optimizers: bool) -> dict[str, Any]:
-    """Read a folder as the checkpoint that a single file would be, with whole tensors."""
-    checkpoint = inspect_folder(path)
-    names = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
-    tensors = _load(path, {"state_dict", *(names if optimizers else ())})
-    checkpoint["state_dict"] = tensors["state_dict"]
-    if names and optimizers:
-        checkpoint["optimizer_states"] = [numbered(tensors[name]) for name in names]
-    return checkpoint
 
 
 def _load(path: Path, keys: set[str]) -> dict[str, Any]:
@@ -343,7 +331,5 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
         {**group, "params": [names[name] for name in group["params"]]}
         for group in state["param_groups"]
     ]
-    return {
-        "state": {names[name]: values for name, values in state["state"].items()},
-        "param_groups": groups,
-    }
+    values = {names[name]: of for name, of in state["state"].items()}
+    return {"state": values, "param_groups": groups}

@@ -83,26 +83,15 @@ def export(
         RunFailed: the upload failed; the folder stays.
         UsageError: an argument is wrong, or base model or tokenizer cannot be found.
     """
-    check_arguments(dtype, push_to_hub)
-    folder = new_folder(out)
-    path = find_checkpoint(ckpt_path)
-    checkpoint = read_checkpoint(path, optimizers=False)
-    return export_state(
-        checkpoint, folder, source=path, adapter=adapter, dtype=dtype, hub=push_to_hub, model=model
-    )
-
-
-def export_state(
-    checkpoint: Mapping[str, Any],
-    out: Path,
-    *,
-    source: Path,
-    adapter: bool = False,
-    dtype: Dtype = "auto",
-    hub: str | None = None,
-    model: str | None = None,
-) -> Path:
-    """Export a loaded checkpoint; replaces the folder `out`. See `export`."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
+    try:
+        if push_to_hub is not None:
+            validate_repo_id(push_to_hub)
+    except HFValidationError as error:
+        raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+    folder, source = new_folder(out), find_checkpoint(ckpt_path)
+    checkpoint = read_checkpoint(source, optimizers=False)
     settings, about = checkpoint.get("hyper_parameters", {}), checkpoint.get("policy", {})
     weights = {
         name.removeprefix("model."): tensor
@@ -133,37 +122,33 @@ def export_state(
     tokenizer = load_tokenizer(sampling.get("tokenizer") or named)
     shell.config = AutoConfig.from_pretrained(base)  # `load_policy` sets dropout to 0
     shell.generation_config = _generation_config(base, shell, tokenizer, sampling)
-    with written_at_once(out) as folder:
-        tokenizer.save_pretrained(folder)
+    with written_at_once(folder) as new:
+        tokenizer.save_pretrained(new)
         if adapter:
             with torch.device("meta"):
                 policy: Any = _with_lora(shell, lora, weights)
             policy.peft_config["default"].base_model_name_or_path = base
             cast = {name: _cast(tensor, used) for name, tensor in weights.items()}
-            policy.save_pretrained(folder, state_dict=cast, save_embedding_layers=False)
+            policy.save_pretrained(new, state_dict=cast, save_embedding_layers=False)
         else:
             if lora is not None:
                 plain = load_policy(base, dtype=trained)
                 check_base(about["origin"], plain, base)
-                weights = _merged(plain, lora, weights)
-            write_model(shell, weights, used, folder)
+                merged = _with_lora(plain, lora, weights)
+                merged.load_state_dict(weights, strict=False)  # the base has its weights
+                inner = base_model(merged)
+                buffers = {name for name, _ in inner.named_buffers()}
+                weights = {n: tensor for n, tensor in inner.state_dict().items() if n in buffers}
+                weights |= dict(named_weights(merged))
+            write_model(shell, weights, used, new)
         served = trained if adapter else used
-        card = model_card(checkpoint, base, source, adapter, used, served, hub or out.name)
-        card.save(folder / "README.md")
-    if hub is not None:
-        _upload(out, hub)
-    return out
-
-
-def check_arguments(dtype: str, push_to_hub: str | None) -> None:
-    """Refuse a dtype or the name of a repository that cannot be."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise UsageError(f"`{dtype=}`: use 'auto' or one of {', '.join(map(repr, DTYPES))}.")
-    try:
-        if push_to_hub is not None:
-            validate_repo_id(push_to_hub)
-    except HFValidationError as error:
-        raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
+        card = model_card(
+            checkpoint, base, source, adapter, used, served, push_to_hub or folder.name
+        )
+        card.save(new / "README.md")
+    if push_to_hub is not None:
+        _upload(folder, push_to_hub)
+    return folder
 
 
 def new_folder(out: str) -> Path:
@@ -188,18 +173,6 @@ def find_checkpoint(ckpt_path: str) -> Path:
             "Name the file of one."
         )
     return newest
-
-
-def _merged(
-    base: nn.Module, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return weights and buffers of the base with the adapters added."""
-    policy = _with_lora(base, lora, adapters)
-    policy.load_state_dict(adapters, strict=False)  # the base has its weights
-    inner = base_model(policy)
-    buffers = {name for name, _ in inner.named_buffers()}
-    saved = {name: tensor for name, tensor in inner.state_dict().items() if name in buffers}
-    return saved | dict(named_weights(policy))
 
 
 def _with_lora(model: Any, lora: Mapping[str, Any], adapters: Mapping[str, Tensor]) -> nn.Module:
@@ -233,8 +206,8 @@ def _generation_config(
     """The base's special tokens with the sampling of the run."""
     with suppress(OSError):  # without the file, the model's config has the tokens
         model.generation_config = GenerationConfig.from_pretrained(base)
-    given = model.generation_config
-    tokens = {name: getattr(given, name) for name in ("bos_token_id", "pad_token_id")}
+    names = ("bos_token_id", "pad_token_id")
+    tokens = {name: getattr(model.generation_config, name) for name in names}
     tokens["eos_token_id"] = list(eos_token_ids(model, tokenizer)) or None
     names = ("temperature", "top_p", "top_k", "min_p")
     drawn = {name: sampling[name] for name in names if name in sampling}
@@ -249,29 +222,22 @@ def written_at_once(out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     for left in out.parent.glob(f".{out.name}.*{_SUFFIX}"):  # of a process that was killed
         shutil.rmtree(left)
-    folder, old = (
-        out.with_name(f".{out.name}.{os.getpid()}.{kind}{_SUFFIX}") for kind in ("new", "old")
-    )
+    folder = out.with_name(f".{out.name}.{os.getpid()}{_SUFFIX}")
     folder.mkdir()
     try:
         yield folder
         for file in folder.iterdir():  # safetensors writes files that only the owner can read
             file.chmod(folder.stat().st_mode & 0o666)
-        if out.exists():  # a kill in the middle of its removal would leave a part of it
-            out.rename(old)
-        folder.rename(out)
+        folder.rename(out)  # which is empty, if it exists
     finally:
-        for temporary in (folder, old):
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _upload(folder: Path, name: str) -> None:
     try:
-        api = HfApi()
-        repository = api.create_repo(name, exist_ok=True).repo_id
-        api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Upload by lit_rlsched"
-        )
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
+        message = "Upload by lit_rlsched"
+        HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except Exception as error:  # errors of the Hub and of its HTTP client share no other base
         raise RunFailed(
             f"`push_to_hub={name}` failed, but `{folder}` is complete. Upload it with "
@@ -297,6 +263,10 @@ def model_card(
     module, rank = checkpoint["policy"]["module"], settings["lora_rank"]
     method = module.removesuffix("Module")
     counters = state.get("counters", {})
+    command: list[str] = []
+    with suppress(ValueError, KeyError, TypeError):
+        program, *arguments = shlex.split(json.loads(_text(folder, "run.json"))["command"])
+        command = [Path(program).name, *arguments]
     drawn = ("num_generations", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
     both = {"module": settings, "data module": sampling}
     card_data = ModelCardData(
@@ -329,7 +299,7 @@ def model_card(
             "lit_rlsched in training": state.get("version"),
         },
         metrics=[*_metrics(state.get("record", {}))],
-        command=_command(folder),
+        command=shlex.join(command),
         config=_text(folder, "config.yaml") or json.dumps(both, indent=1, default=str),
         versions=versions(),
     )
@@ -342,15 +312,6 @@ def _metrics(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if seen := measured(rows, name):
             first, last = (f"{value:.4g} (step {at:.0f})" for at, value in (seen[0], seen[-1]))
             yield name, first, last
-
-
-def _command(folder: Path | None) -> str:
-    """Return the command of the run without the folder of the program."""
-    try:
-        program, *arguments = shlex.split(json.loads(_text(folder, "run.json"))["command"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return shlex.join([Path(program).name, *arguments])
 
 
 def _text(folder: Path | None, name: str) -> str:

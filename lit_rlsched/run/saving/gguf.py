@@ -1,7 +1,7 @@
 """A Hugging Face folder from a GGUF file; what the folder would not have is refused."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -57,9 +57,12 @@ def convert(file: str, out: str, dtype: Dtype = "float32") -> Path:
         )
         weights = _complete(read, told["missing_keys"], keys, tensors)
     except Exception as error:  # of numpy, if the file is cut short
+        why = f"{error} Train from the files of which the GGUF file was made."
+        if not isinstance(error, UsageError):
+            why = f"Its kind of quantisation may be unknown, or the file is cut short. ({error})"
         raise UsageError(
             f"`file={file}`: transformers cannot read this GGUF file so that the folder computes "
-            f"what the file does. {_why(error)}"
+            f"what the file does. {why}"
         ) from error
     with torch.device("meta"):  # `read` counts as quantised, and would not be saved
         shell = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -70,12 +73,6 @@ def convert(file: str, out: str, dtype: Dtype = "float32") -> Path:
         write_model(shell, weights, DTYPES[dtype], new)
         tokenizer.save_pretrained(new)
     return folder
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, UsageError):
-        return f"{error} Train from the files of which the GGUF file was made."
-    return f"Its kind of quantisation may be unknown, or the file is cut short. ({error})"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], set[str], NDArray[Any] | None]:
@@ -190,7 +187,10 @@ def config_of(
         raise UsageError(f"`general.architecture={architecture}` is none of {known}.")
     model, prefix = _MODELS[architecture], f"{architecture}."
     defaults = AutoConfig.for_model(model)
-    left = {n.removeprefix(prefix): _one(value) for n, value in keys.items() if not _is_told(n)}
+    left = {n.removeprefix(prefix): value for n, value in keys.items() if not _is_told(n)}
+    for name, value in left.items():
+        if isinstance(value, list) and len({*value}) == 1:  # the same in each layer
+            left[name] = value[0]
     needed = [name for name in _NEEDED if _attribute(defaults, name)]
     needed += ["attention.key_length", "attention.sliding_window"] if model in _LARGEST else []
     if missing := [prefix + name for name in needed if name not in left]:
@@ -226,11 +226,6 @@ def config_of(
         named = [f"{prefix}{n}" if f"{prefix}{n}" in keys else n for n in unused]
         raise UsageError(f"{named} would not be used.")
     return AutoConfig.for_model(model, **values)
-
-
-def _one(value: Any) -> Any:
-    """A value that is the same in each layer."""
-    return value[0] if isinstance(value, list) and len({*value}) == 1 else value
 
 
 def _attribute(config: Any, key: str) -> str | None:
@@ -292,32 +287,23 @@ def _rope(
 def _llama3(given: NDArray[Any], frequencies: NDArray[Any]) -> dict[str, Any] | None:
     """The parameters of `llama3` that divide the frequencies so, which the file does not name."""
     factor = float(given.max())
-    for low, high, length in _candidates(given, frequencies, factor):
-        kept = np.clip((length * frequencies - low) / (high - low), 0, 1)
-        if np.allclose(1 / ((1 - kept) / factor + kept), given, rtol=1e-5, atol=0):
-            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            return {"factor": factor, **dict(zip(names, (low, high, length), strict=True))}
-    return None
-
-
-def _candidates(
-    given: NDArray[Any], frequencies: NDArray[Any], factor: float
-) -> Iterator[tuple[float, float, int]]:
-    """Yield Meta's parameters with any length, and then those of the line through the factors."""
     kept = (1 / given - 1 / factor) / (1 - 1 / factor)
     whole, between = kept > 1 - 1e-4, (kept > 1e-4) & (kept < 1 - 1e-4)
     high = frequencies[whole].min(initial=2 * frequencies.max())  # the line is 1 from here on
     low = frequencies[~whole & ~between].max(initial=0)  # and 0 up to here
     x, y = frequencies[between], kept[between]
-    for length in (
-        8192,
-        *(2**power for power in range(4, 24)),
-        *map(round, (3 * y[:1] + 1) / x[:1]),
-    ):
-        yield 1.0, 4.0, length
     if len(x) > 1:
         slope = (y[0] - y[-1]) / (x[0] - x[-1])
     else:
         slope = max([1 / (high - low), *(1 - y) / (high - x), *y / (x - low)])
     zero = x[-1] - y[-1] / slope if len(x) else low
-    yield float(8192 * zero), float(8192 * (zero + 1 / slope)), 8192
+    lengths = (8192, *(2**power for power in range(4, 24)), *map(round, (3 * y[:1] + 1) / x[:1]))
+    for low, high, length in (  # Meta's with any length, then those of the line through the factors
+        *((1.0, 4.0, length) for length in lengths),
+        (float(8192 * zero), float(8192 * (zero + 1 / slope)), 8192),
+    ):
+        part = np.clip((length * frequencies - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - part) / factor + part), given, rtol=1e-5, atol=0):
+            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            return {"factor": factor, **dict(zip(names, (low, high, length), strict=True))}
+    return None

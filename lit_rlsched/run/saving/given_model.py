@@ -28,8 +28,6 @@ _PROBE = "The quick brown fox: 0123456789 = {'a': [1.5, -2]}\n\tÄö 你好 <b>e
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest difference of logits, as a part of the largest logit; in half precision more."""
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_Compare = Callable[[str], str | None]
-"""Returns what differs between the object and what a folder loads; None if they are equal."""
 
 
 def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool) -> str:
@@ -89,9 +87,12 @@ def _refused(why: str, what: str = "model") -> UsageError:
 
 
 def _first_equal(
-    what: str, difference: _Compare, name: str | None, save: Callable[[], str] | None
+    what: str,
+    difference: Callable[[str], str | None],
+    name: str | None,
+    save: Callable[[], str] | None,
 ) -> str:
-    """Return the name, or else where the object was saved, if that loads an equal object."""
+    """Return the name, or else where the object was saved, if that loads one without difference."""
     why: str | None = "it has an adapter"
     if name is not None:
         try:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lit_rlsched.run.advice import restored_settings
+from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.run.saving.resuming import (
-    check_resumable,
     check_same_adapter,
     check_same_origin,
     check_same_weights,
@@ -45,7 +45,9 @@ class PolicyCheckpoints(LightningModule):
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
         checkpoint["policy"] |= {"origin": self._origin, "adapter": self._adapter_config()}
         if "optimizer_states" in checkpoint and self.trainer.optimizers:
-            checkpoint["policy"]["optimizer"] = describe(self.trainer.optimizers[0], self)
+            optimizer = self.trainer.optimizers[0]
+            about = {"class": type(optimizer).__name__, "groups": _names(optimizer, self)}
+            checkpoint["policy"]["optimizer"] = about
         keys = self._saved_keys()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in keys}
 
@@ -77,8 +79,12 @@ class PolicyCheckpoints(LightningModule):
                 base, or the reference model, or if a fit is to resume from a checkpoint that holds
                 only weights.
         """
-        if self._fits:
-            check_resumable(checkpoint)
+        if self._fits and "optimizer_states" not in checkpoint:
+            raise CheckpointError(
+                "The checkpoint holds the weights alone "
+                "(`ModelCheckpoint(save_weights_only=True)`), and a run cannot resume without the "
+                "state of the optimizer. Resume from a checkpoint of the whole run."
+            )
         keys = self._saved_keys()
         ours = {k: v for k, v in self.state_dict().items() if k in keys}
         check_same_weights(ours, checkpoint["state_dict"])
@@ -94,7 +100,7 @@ class PolicyCheckpoints(LightningModule):
         """Return a checkpoint's state of the optimizer, for the weights of this run."""
         if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
             rank_zero_warn(text)
-        return adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
+        return _adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
 
     def on_fit_start(self) -> None:
         """Adopt the checkpoint's optimizer state, which Lightning loads next."""
@@ -115,15 +121,7 @@ def without_base(module: PolicyCheckpoints, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]
 
 
-_Names = list[list[str]]
-
-
-def describe(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """Return the class of an optimizer, and the names of the weights in its groups."""
-    return {"class": type(optimizer).__name__, "groups": _names(optimizer, module)}
-
-
-def adopt(
+def _adopt(
     optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
 ) -> dict[str, Any]:
     """Group the weights as a checkpoint does; return its state for the weights that are there."""
@@ -174,7 +172,8 @@ def adopt(
     }
 
 
-def _names(optimizer: Optimizer, module: nn.Module) -> _Names:
+def _names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
+    """Return the names of the weights in an optimizer's groups."""
     names = {id(p): name for name, p in module.named_parameters()}
     number = count()
     return [
@@ -210,15 +209,30 @@ class CallbackStates(Callback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
                 state = states[callback.state_key]
-                states[callback.state_key] = found_again(
+                states[callback.state_key] = _found_again(
                     state, str(callback.dirpath), str(trainer.ckpt_path)
                 )
         saved = [states[c.state_key] for c in _finetuning(trainer) if c.state_key in states]
-        if saved:
-            _thaw(trainer, pl_module, checkpoint.get(_TRAINED, _optimized(saved)))
+        if not saved:
+            return
+        # those in the optimizers, for a checkpoint that was saved after `fit`
+        optimizers = [state.get("internal_optimizer_metadata", {}) for state in saved]
+        groups = [group for of in optimizers for groups in of.values() for group in groups]
+        optimized = [name for group in groups for name in group["params"]]
+        weights = dict(pl_module.named_parameters())  # the callback has frozen them in `setup`
+        names = [name for name in checkpoint.get(_TRAINED, optimized) if name in weights]
+        frozen = [name for name in names if not weights[name].requires_grad]
+        if frozen and trainer.strategy.restore_checkpoint_after_setup:
+            raise UsageError(
+                f"`BaseFinetuning` had thawed `{frozen[0]}` before the checkpoint, and with "
+                f"`strategy={type(trainer.strategy).__name__}` the optimizer cannot get it back. "
+                "Resume with `strategy='ddp'` or on one device."
+            )
+        for name in frozen:
+            weights[name].requires_grad_(True)
 
 
-def found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str, Any]:
+def _found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str, Any]:
     """Return the state of a `ModelCheckpoint` with the paths that its files have now.
 
     The folder may have another name than when the state was saved: relative or absolute, through a
@@ -246,24 +260,3 @@ def found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str
 def _finetuning(trainer: Trainer) -> Iterator[BaseFinetuning]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return (callback for callback in callbacks if isinstance(callback, BaseFinetuning))
-
-
-def _optimized(states: list[dict[str, Any]]) -> list[str]:
-    """Return the names in the optimizers, for a checkpoint that was saved after `fit`."""
-    optimizers = [state.get("internal_optimizer_metadata", {}) for state in states]
-    groups = [group for of in optimizers for groups in of.values() for group in groups]
-    return [name for group in groups for name in group["params"]]
-
-
-def _thaw(trainer: Trainer, module: LightningModule, names: list[str]) -> None:
-    """Train weights that the callback has frozen again in `setup`."""
-    weights = dict(module.named_parameters())
-    frozen = [name for name in names if name in weights and not weights[name].requires_grad]
-    if frozen and trainer.strategy.restore_checkpoint_after_setup:
-        raise UsageError(
-            f"`BaseFinetuning` had thawed `{frozen[0]}` before the checkpoint, and with "
-            f"`strategy={type(trainer.strategy).__name__}` the optimizer cannot get it back. "
-            "Resume with `strategy='ddp'` or on one device."
-        )
-    for name in frozen:
-        weights[name].requires_grad_(True)

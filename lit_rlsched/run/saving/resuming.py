@@ -40,16 +40,6 @@ def written() -> dict[str, Any]:
     return {"format": FORMAT, "version": __version__, "unix_seconds": time.time()}
 
 
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of weights without the optimizer's state."""
-    if "optimizer_states" not in checkpoint:
-        raise CheckpointError(
-            "The checkpoint holds the weights alone (`ModelCheckpoint(save_weights_only=True)`), "
-            "and a run cannot resume without the state of the optimizer. Resume from a checkpoint "
-            "of the whole run."
-        )
-
-
 def check_same_weights(
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],

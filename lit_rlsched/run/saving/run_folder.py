@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -111,8 +111,11 @@ def occupy(folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.seek(0)
+        user, known = "another process", "process {process} on {host} (`{command}`, since {since})"
+        with suppress(ValueError, KeyError, TypeError):
+            user = known.format(**json.loads(file.read()))
         raise FolderInUse(
-            f"`{folder}` is in use by {_user(file.read())}. Wait until it ends, stop it, or leave "
+            f"`{folder}` is in use by {user}. Wait until it ends, stop it, or leave "
             "`default_root_dir` out so that each run gets a new folder."
         ) from None
     file.truncate(0)
@@ -126,14 +129,6 @@ def occupy(folder: Path) -> None:
     json.dump(about, file)
     file.flush()
     _held[key] = file
-
-
-def _user(text: str) -> str:
-    try:
-        about = json.loads(text)
-        return "process {process} on {host} (`{command}`, since {since})".format(**about)
-    except (ValueError, KeyError, TypeError):
-        return "another process"
 
 
 def last_use(folder: Path) -> dict[str, Any]:
@@ -186,30 +181,28 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
         if not resumable or (run and "optimizer_states" in checkpoint):
             age = run.get("unix_seconds", 0.0), run.get("num_rounds", 0)
             order[path] = *age, checkpoint["global_step"]
+    found, instead = None, "The run starts from scratch instead." if resumable else ""
     for path in sorted(order, key=lambda path: (order[path], path), reverse=True):
         try:
             inspect_checkpoint(path)
         except CheckpointError as error:
             broken[path] = error
             continue
-        newer = [error for of, error in broken.items() if not _steps(of) < order[path][-1]]
+        found, steps = path, order[path][-1]
+        broken = {of: error for of, error in broken.items() if not _steps(of) < steps}
         instead = f"The run resumes from `{path}`" if resumable else f"`{path}` is used"
-        _warn_of_broken(newer, f"{instead} instead.")
-        return path
-    _warn_of_broken(broken.values(), "The run starts from scratch instead." if resumable else "")
-    return None
+        instead += " instead."
+        break
+    if broken:
+        why = " ".join(f"{str(e).partition('. Use another')[0]}." for e in broken.values())
+        rank_zero_warn(f"{why} {instead}".rstrip())
+    return found
 
 
 def _steps(path: Path) -> float:
     """Return the optimizer steps in the name of a checkpoint; infinite if it has none."""
     match = re.search(r"step[=_](\d+)", path.name)
     return int(match[1]) if match else math.inf
-
-
-def _warn_of_broken(broken: Collection[CheckpointError], instead: str) -> None:
-    if broken:
-        why = " ".join(f"{str(error).partition('. Use another')[0]}." for error in broken)
-        rank_zero_warn(f"{why} {instead}".rstrip())
 
 
 def run_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

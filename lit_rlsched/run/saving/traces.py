@@ -3,17 +3,13 @@
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.run.facts import recorded
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
-from lit_rlsched.scheduling.trace_files import Traces, TraceWriter
 from lit_rlsched.settings import plain
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.schedule import Switch
@@ -27,36 +23,10 @@ FACTS = "facts"
 """What of a run decides which schedules `fit` refuses; traces of earlier versions have none."""
 
 
-class RunTraces:
-    """Writes the traces of a run."""
-
-    def __init__(self, run: TrainingRun, folder: Path, switches: Sequence[Switch] = ()) -> None:
-        self._run = run
-        self._files = TraceWriter(folder)
-        self._switches = [*switches]
-
-    def begin(self, number: int) -> None:
-        """Delete what the folder has of round `number` and later, of another or an earlier run."""
-        self._files.begin(number, about_run(self._run))
-
-    def add(self, round: Round) -> None:
-        """Write the rows of a round that was drawn, before it is trained on."""
-        switches = [json.dumps(described(switch)) for switch in self._switches]
-        self._files.add(round.ordinal, tables_of(self._run, round, switches))
-
-    def end(self) -> None:
-        """Write what came after the last round."""
-        timeline, record = self._run.timeline, self._run.record
-        if timeline is not None and timeline.last is not None:
-            table = intervals(timeline.last, self._run.clock.at)
-            self._files.add(record.num_rounds + 1, {"intervals": table})
-
-
 def about_run(run: TrainingRun) -> dict[str, Any]:
     """Return what holds for all rounds of a run, for `TraceWriter.begin`."""
-    settings, session, cache = run.settings, run.session, None
-    if session is not None:
-        cache = run.startup.cache_bytes_per_token(session.spec)
+    settings, session = run.settings, run.session
+    cache = None if session is None else run.startup.cache_bytes_per_token(session.spec)
     engine = settings.engine.engines[0]
     about = {
         "model": run.facts.module.get("model"),
@@ -80,28 +50,7 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
     return {**{name: plain(value) for name, value in about.items()}, FACTS: recorded(run.facts)}
 
 
-SAME = (
-    *("model", "tokenizer", "train_data", "reward_funcs", "advantage", "prompts_per_round"),
-    *("num_generations", "steps_per_round", "num_iterations", "max_completion_length"),
-)
-"""Settings that a run must have in common with one that it repeats."""
-
-
-def warn_of_another_run(run: TrainingRun, folder: str, who: str) -> None:
-    """Warn if a run cannot repeat another one, as their settings differ."""
-    theirs, ours = Traces(folder).about, about_run(run)
-    different = [name for name in SAME if name in theirs and theirs[name] != ours[name]]
-    if different:
-        told = ", ".join(f"`{name}` {theirs[name]!r} and not {ours[name]!r}" for name in different)
-        rank_zero_warn(
-            f"`{who}(replay={folder!r})`: that run had {told}. Its decisions are repeated, but "
-            "other completions are drawn."
-        )
-
-
-def tables_of(
-    run: TrainingRun, round: Round, switches: Sequence[str] = ()
-) -> "dict[str, pa.Table]":
+def tables_of(run: TrainingRun, round: Round, switches: Sequence[Switch]) -> "dict[str, pa.Table]":
     """Return the rows of a round that was drawn, by table."""
     import pyarrow as pa
 
@@ -112,7 +61,7 @@ def tables_of(
         "clock": run.clock.seconds,
         "began": None,
         "slots": 0,
-        "switches": [*switches],
+        "switches": [json.dumps(described(switch)) for switch in switches],
         "metrics": [(name, float(value)) for name, value in round.metrics.items()],
     }
     if (trace := round.trace) is not None:
@@ -137,7 +86,7 @@ def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
             "request": Sample(group, completion).id,
             "uid": group.prompt.uid,
             "prompt_tokens": len(group.prompt.token_ids),
-            "tokens": len(completion.token_ids),
+            "tokens": len(ids),
             "drawn": completion.drawn,
             "version": next((v for v, _ in completion.segments if v != ENVIRONMENT), None),
             "reward": of[completion.index],
@@ -147,16 +96,12 @@ def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
             "deferred": group.deferred,
             "attempts": completion.attempts,
             "fate": completion.dropped or completion.finish_reason,
-            "text": _digest(completion.token_ids),
+            "text": None if isinstance(ids, LengthOnly) else crc32(array("i", ids)),
         }
         for group, of in zip(round.groups, rewards, strict=True)
         for completion in group.completions
+        for ids in [completion.token_ids]
     ]
-
-
-def _digest(token_ids: Sequence[int]) -> int | None:
-    """Return a number that equal texts have in common."""
-    return None if isinstance(token_ids, LengthOnly) else crc32(array("i", token_ids))
 
 
 def described(switch: Switch) -> dict[str, Any]:
