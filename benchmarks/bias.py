@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 
 from benchmarks import results, tabular
 from benchmarks.bias_cases import LIMIT, OPEN, VOCAB, Cases, Policy, Schedule, Trained, World
 from benchmarks.bias_cases import reward as reward_of
 from benchmarks.tabular import Tokens
-from lit_rlsched.scheduling.in_flight_updates import WindowedRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import DeferringTailRound, TailRound

@@ -151,21 +151,6 @@ def _kinds(node: Node) -> Iterator[str]:
             yield from (_WORDS[t] for t in ([types] if isinstance(types, str) else types))
 
 
-def choices(schema: Node, node: Node) -> list[str] | None:
-    """Return the values that a setting may have by name; None if it may have any."""
-    found: list[str] = []
-    for option in node.get("anyOf", [node]):
-        if "enum" in option:
-            found += map(str, option["enum"])
-        elif option.get("type") == "boolean":
-            found += ["true", "false"]
-        for base in (option, option.get("items")):
-            if isinstance(base, dict) and "$ref" in base:
-                kinds = schema["$defs"][base["$ref"].rpartition("/")[2]].get("anyOf", ())
-                found += [class_names(kind)[0] for kind in kinds if class_names(kind)]
-    return found or None
-
-
 def _item(head: str, text: str, indent: int = 6, beside: bool = False) -> Iterator[str]:
     """Yield a head and its text in lines, the text beside the head or below it."""
     start = f"  {head}" if beside else " " * indent

@@ -40,12 +40,11 @@ from lit_rlsched.cli.errors import (
 )
 from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
 from lit_rlsched.module import PolicyModule
-from lit_rlsched.processes import require_posix
+from lit_rlsched.processes import keep_heap, require_posix
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.interrupts import listening, was_requeued
 from lit_rlsched.run.saving.checkpoints import with_atomic_io

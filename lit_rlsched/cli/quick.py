@@ -4,7 +4,6 @@ They come from the JSON Schema of configuration files, which `scripts/config_sch
 the parser itself. The parser checks the rest, such as a user's class.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -62,8 +61,6 @@ def answer(args: list[str]) -> None:
         _refuse(f"A command is missing: use {names}.")
     if args[0] in ("-h", "--help"):
         _exit(cli_help.overview(schema()))
-    if args[0] == "--completion":
-        _exit(_completion("".join(args[1:])))
     if args[0].startswith("-"):
         return
     if args[0] not in commands:
@@ -106,31 +103,6 @@ def _help(args: list[str]) -> str | None:
             following = args[index + 1 : index + 2]
             return topic or next((t for t in following if not t.startswith("-")), "")
     return None
-
-
-def _completion(shell: str) -> str:
-    """Return a script that lets a shell complete commands, options and their choices."""
-    try:
-        import shtab
-    except ImportError:
-        _refuse("`--completion` needs shtab: pip install shtab.")
-    if shell not in shtab.SUPPORTED_SHELLS:
-        _refuse(f"`--completion {shell}`: use {', '.join(map(repr, shtab.SUPPORTED_SHELLS))}.")
-    parser = argparse.ArgumentParser("lit-rlsched")
-    commands = parser.add_subparsers()
-    for name, about in schema()["x-commands"].items():
-        command = commands.add_parser(name, help=about["description"])
-        check = Check(name)
-        for option, node in check.options():
-            dashes = "" if option in check.arguments else "--"
-            action = command.add_argument(
-                f"{dashes}{option}", choices=cli_help.choices(schema(), node)
-            )
-            if action.choices is None:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        if about["run"]:
-            command.add_argument("-c", "--config").complete = shtab.FILE  # type: ignore[attr-defined]
-    return str(shtab.complete(parser, shell))
 
 
 class Unclear(Exception):

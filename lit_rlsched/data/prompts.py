@@ -20,7 +20,7 @@ from lit_rlsched.data.messages import prompt_of
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
-from lit_rlsched.settings import ENDS, UsageError
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
 _FORMAT = "tokens-4"
@@ -231,13 +231,6 @@ def make_prompts(
         )
     settings = chat_template_kwargs or {}
     template = str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
-    if unread := _unread(table, template, settings):
-        warnings.warn(
-            f"{' and '.join(f'`{name}`' for name in unread)}: the "
-            f"{'chat template does' if table.has_chats else 'prompts are strings, which do'} not "
-            "read this. It has no effect on the prompts: check the spelling, or leave it out.",
-            stacklevel=2,
-        )
     tokens = mapped(
         _key(table, tokenizer, template, settings, environments),
         lambda: token_batches(table, PromptTokenizer(tokenizer, settings, environments)),
@@ -250,16 +243,6 @@ def make_prompts(
             if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
                 raise UsageError(f"The prompt of row {number} (uid {prompt.uid}) {why}")
     return prompts
-
-
-def _unread(table: RowTable, template: str, settings: Mapping[str, Any]) -> list[str]:
-    """Names of template arguments that no prompt depends on."""
-    if not table.has_chats:
-        return [f"chat_template_kwargs.{name}" for name in settings]
-    more = [name for name in settings if name not in (*ENDS, "chat_template")]
-    unread = [f"chat_template_kwargs.{name}" for name in more if name not in template]
-    tools = any("tools" in columns for columns in table.column_sets)
-    return [*unread, "tools"] if tools and "tools" not in template else unread
 
 
 def _key(

@@ -178,11 +178,6 @@ class RowTable:
         return sets
 
     @property
-    def has_chats(self) -> bool:
-        """Whether a prompt is a chat."""
-        return any(chat for chat, *_ in self._forms)
-
-    @property
     def odd_prompts(self) -> tuple[str, int, int] | None:
         """If some prompts are text and others chats: the rarer kind, its number, its first row."""
         counts = Counter({False: 0, True: 0})
