@@ -44,9 +44,8 @@ class UidIndex:
             return self._uids[int(self._order[place])].as_py()
 
         place = bisect_left(range(len(self._order)), uid, key=at)
-        if place == len(self._order) or at(place) != uid:
-            return None
-        return int(self._order[place])
+        found = place < len(self._order) and at(place) == uid
+        return int(self._order[place]) if found else None
 
 
 def fingerprint(uids: pa.StringArray) -> str:
@@ -75,20 +74,17 @@ def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> 
 
     One process writes; the others of the machine wait for it and map the same file.
     """
-    if key is None or not _writable(cache_folder()):
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        key = None
+    if key is None or not os.access(cache, os.W_OK):
         with TemporaryDirectory(prefix="lit_rlsched-") as folder:
             return _written(Path(folder, "rows.arrow"), batches())  # the mapping outlives its name
-    path = cache_folder() / f"{key}.arrow"
+    path = cache / f"{key}.arrow"
     with FileLock(f"{path}.lock"):
         return _map(path) if path.exists() else _written(path, batches())
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 def digest(*parts: object) -> str:
@@ -183,15 +179,14 @@ class RowTable:
         counts = Counter({False: 0, True: 0})
         for chat, _, _, count in self._forms:
             counts[chat] += count
-        (_, _), (rarer, number) = counts.most_common()
-        if not number:
-            return None
-        first = min(row for chat, _, row, _ in self._forms if chat == rarer)
-        return "chat messages" if rarer else "text", number, first
+        _, (rarer, number) = counts.most_common()
+        first = min((row for chat, _, row, _ in self._forms if chat == rarer), default=0)
+        return ("chat messages" if rarer else "text", number, first) if number else None
 
     def unique(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keep the first of equal rows."""
-        first, numbers = _first(self.uids), np.arange(len(self))
+        codes, numbers = self.uids.dictionary_encode().indices.to_numpy(), np.arange(len(self))
+        first = np.unique(codes, return_index=True)[1][codes]  # for each row, that equals it
         repeated = np.flatnonzero(first != numbers)
         given = self._table["given"].to_numpy()
         if (wrong := repeated[given[repeated] | given[first[repeated]]]).size:
@@ -213,13 +208,6 @@ class RowTable:
         place = self._table.schema.get_field_index("uid")
         table = self._table.set_column(place, "uid", pa.array(uids, pa.string()))
         return RowTable(table, self.key, self._rows)
-
-
-def _first(values: pa.StringArray) -> NDArray[np.int64]:
-    """For each value, the position of the first one that equals it."""
-    codes = values.dictionary_encode().indices.to_numpy()
-    _, first = np.unique(codes, return_index=True)
-    return first[codes]
 
 
 def record_batch(rows: Sequence[Row], first: int, texts: Sequence[str] = ()) -> pa.RecordBatch:
@@ -268,12 +256,11 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
 
 
 class _LooksDifferent(Exception):
-    pass
+    """A value's text has its address."""
 
 
 def _plain(value: Any) -> str:
-    text = repr(value)
-    if " at 0x" in text:  # its address
+    if " at 0x" in (text := repr(value)):
         raise _LooksDifferent(type(value).__name__)
     return text
 

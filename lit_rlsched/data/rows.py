@@ -110,7 +110,7 @@ def _read(spec: str) -> RowTable:
         if not path.is_file():
             raise UsageError(f"There is no file `{path}` to read prompts from.")
         if path.suffix == ".json":
-            return _of_list(read_json(path, partial(_at, spec)), spec)
+            return _of_list(_read_json(path, partial(_at, spec)), spec)
         with path.open("rb") as file:
             key = digest(_FORMAT, path.suffix, hashlib.file_digest(file, "sha256").hexdigest())
         if path.suffix == ".jsonl":
@@ -166,9 +166,10 @@ def _of_list(rows: Sequence[Any], name: str) -> RowTable:
         return RowTable(pa.Table.from_batches([record_batch(rows, 0)]), None, rows)
     texts = for_each(lambda row, _: json.dumps(row), rows, at)
     key = digest(_FORMAT, *texts)
-    firsts = range(0, len(rows), BATCH)
-    slices = [(slice(first, first + BATCH), first) for first in firsts]
-    batches = (record_batch(rows[some], first, texts[some]) for some, first in slices)
+    batches = (
+        record_batch(rows[i : i + BATCH], i, texts[i : i + BATCH])
+        for i in range(0, len(rows), BATCH)
+    )
     return RowTable(mapped(key, lambda: batches), key)
 
 
@@ -341,7 +342,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_json(path: Path, at: At) -> list[Any]:
+def _read_json(path: Path, at: At) -> list[Any]:
     """Read a file that holds a list of rows."""
     text = decoded(path.read_bytes(), path)
     try:
