@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import Countdown, ReasoningGym
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.rewards.functions import countdown_reward, math_verify_reward
 from lit_rlsched.types import Prompt
 

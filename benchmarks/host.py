@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import models, results
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission

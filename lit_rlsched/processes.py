@@ -132,6 +132,24 @@ def worker_environment(named: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
+def keep_heap() -> bool:
+    """Make glibc allocate big tensors on a heap that never shrinks.
+
+    CPU training gets several times faster, as glibc would return big blocks and fault them in
+    again, and the process keeps its peak memory until it ends. Call it before the first big
+    allocation.
+    """
+    import ctypes
+
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    mmap_max, trim_threshold, top_pad, arena_max = -4, -1, -2, -8  # their numbers in malloc.h
+    settings = {mmap_max: 0, trim_threshold: -1, top_pad: 256 << 20, arena_max: 1}
+    return all([mallopt(option, value) == 1 for option, value in settings.items()])
+
+
 def require_posix(part: str) -> None:
     """Refuse Windows; `part` is the subject of the message's sentence."""
     if sys.platform == "win32":

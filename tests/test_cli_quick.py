@@ -333,43 +333,6 @@ def test_answers_import_nothing_heavy() -> None:
     assert run.stderr.count("error: ") == 5
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion(answered, shell: str) -> None:
-    pytest.importorskip("shtab")
-    script, error, code = answered("--completion", shell)
-    assert code == 0 and not error
-    for name in ("data.num_generations", "model.lora_rank", "trainer.max_epochs", "ckpt_path"):
-        assert f"--{name}" in script
-    assert "TransformersEngine" in script and "lr_scheduler_type" in script
-    assert len(script) < 400_000
-
-
-def test_completion_in_bash(answered, tmp_path) -> None:
-    pytest.importorskip("shtab")
-    script = tmp_path / "lit-rlsched"
-    script.write_text(answered("--completion", "bash")[0])
-
-    def completed(*words: str) -> list[str]:
-        line = " ".join(f"'{word}'" for word in ("lit-rlsched", *words))
-        code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words)}; "
-        code += '_shtab_lit_rlsched "" "${COMP_WORDS[COMP_CWORD]}"; echo "${COMPREPLY[@]}"'
-        run = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-        return sorted(run.stdout.split())
-
-    assert completed("est") == ["estimate"]
-    assert completed("fit", "--data.num_g") == ["--data.num_generations"]
-    assert completed("fit", "--data.engine", "VLL") == ["VLLMEngine"]
-    assert completed("validate", "--model.lr_scheduler_type", "co") == ["constant", "cosine"]
-
-
-def test_completion_for_no_shell_and_without_shtab(answered, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert "pip install shtab" in answered("--completion", "bash")[1]
-    monkeypatch.undo()
-    pytest.importorskip("shtab")
-    assert "`--completion fishy`: use 'bash'" in answered("--completion", "fishy")[1]
-
-
 def test_every_class_of_the_package_is_a_topic(answered) -> None:
     for package in (callbacks, engines):
         for name in package.__all__:

@@ -28,10 +28,10 @@ from benchmarks.papers.child import Clock
 from examples.lookup.lookup import right
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.environments.chat import Call
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.training.round import Round

@@ -24,7 +24,7 @@ from benchmarks.environments.slow import (
 )
 from benchmarks.theirs import adapt_vllm, make_config
 from examples.lookup.lookup import right
-from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.processes import keep_heap
 
 CASES = {"TRL, sync tools": False, "TRL, async tools": True}
 

@@ -21,9 +21,9 @@ from benchmarks.papers.child import (
 from benchmarks.papers.rows import MODEL
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import ProcessEngine
+from lit_rlsched.processes import keep_heap
 
 
 def scaled_lengths() -> dict[tuple[str, int], int]:

@@ -20,9 +20,9 @@ from benchmarks.ours import make_trainer
 from benchmarks.papers.rows import LENGTHS, MODEL, ROWS, Row
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.training.block_verification import Trial
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import Event, Request

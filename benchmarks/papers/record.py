@@ -13,9 +13,9 @@ from benchmarks.papers.child import PROMPTS, TASK, alike
 from benchmarks.papers.rows import LENGTHS, MODEL
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.training.round import Round
 
 FOLDER = Path("runs/papers/recording")

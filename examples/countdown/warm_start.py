@@ -25,9 +25,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.tasks import COUNTDOWN_MIX, Countdown
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.rewards import countdown_reward
 
 PAD, BOS, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"

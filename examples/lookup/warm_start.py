@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.countdown.warm_start import make_model, train
 from examples.lookup.lookup import LETTERS, Registry, row_of
-from lit_rlsched.cli.malloc import keep_heap
+from lit_rlsched.processes import keep_heap
 
 PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"
 CHAT_TEMPLATE = (

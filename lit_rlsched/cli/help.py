@@ -80,8 +80,10 @@ def of_command(schema: Node, command: str, topic: str) -> str:
         for group in GROUPS:
             lines += _item(f"{group:11}", schema["properties"][group]["description"], 13, True)
         for base, plural in KINDS.items():
-            names = ", ".join(sorted(class_names(kind)[0] for kind in _listed(schema, base)))
-            lines += _item(f"{plural:11}", names, 13, True)
+            named = filter(None, map(class_names, schema["$defs"][base]["anyOf"]))
+            ours = base == "Callback"
+            shown = sorted(n[0] for n in named if not ours or n[1].startswith("lit_rlsched."))
+            lines += _item(f"{plural:11}", ", ".join(shown), 13, True)
         lines += ["", f"Such as `lit-rlsched {command} --help data`."]
     return "\n".join(lines)
 
@@ -110,11 +112,6 @@ def _class(name: str, kind: Node) -> Iterator[str]:
     yield from _wrapped(f"{name}: {kind.get('description', '')}")
     for argument, node in class_args(kind).items():
         yield from _setting(argument, node, dashes="")
-
-
-def _listed(schema: Node, base: str) -> list[Node]:
-    kinds = filter(class_names, schema["$defs"][base]["anyOf"])
-    return [k for k in kinds if base != "Callback" or class_names(k)[1].startswith("lit_rlsched.")]
 
 
 def class_names(kind: Node) -> list[str]:
@@ -149,21 +146,6 @@ def _kinds(node: Node) -> Iterator[str]:
         elif "class_path" not in option.get("properties", {}):
             types = option.get("type", [])
             yield from (_WORDS[t] for t in ([types] if isinstance(types, str) else types))
-
-
-def choices(schema: Node, node: Node) -> list[str] | None:
-    """Return the values that a setting may have by name; None if it may have any."""
-    found: list[str] = []
-    for option in node.get("anyOf", [node]):
-        if "enum" in option:
-            found += map(str, option["enum"])
-        elif option.get("type") == "boolean":
-            found += ["true", "false"]
-        for base in (option, option.get("items")):
-            if isinstance(base, dict) and "$ref" in base:
-                kinds = schema["$defs"][base["$ref"].rpartition("/")[2]].get("anyOf", ())
-                found += [class_names(kind)[0] for kind in kinds if class_names(kind)]
-    return found or None
 
 
 def _item(head: str, text: str, indent: int = 6, beside: bool = False) -> Iterator[str]:

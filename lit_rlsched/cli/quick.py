@@ -1,14 +1,13 @@
 """Answers of the command line that need no torch: help, version, and mistakes in names and files.
 
-They come from the JSON Schema of configuration files, which `scripts/config_schema.py` makes from
-the parser itself. The parser checks the rest, such as a user's class.
+They come from the schema that `scripts/config_schema.py` makes. The parser checks the rest.
 """
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,8 +61,6 @@ def answer(args: list[str]) -> None:
         _refuse(f"A command is missing: use {names}.")
     if args[0] in ("-h", "--help"):
         _exit(cli_help.overview(schema()))
-    if args[0] == "--completion":
-        _exit(_completion("".join(args[1:])))
     if args[0].startswith("-"):
         return
     if args[0] not in commands:
@@ -76,12 +73,9 @@ def answer(args: list[str]) -> None:
         except KeyError as unknown:
             near = did_you_mean(topic, unknown.args[0])
             _refuse(f"`--help {topic}`: there is no such group or class.{near}", command)
-    try:
-        message = next(Check(command).mistakes(rest), None)
-    except Unclear:
-        return
-    if message:
-        _refuse(message, command)
+    with suppress(Unclear):
+        for message in Check(command).mistakes(rest):
+            _refuse(message, command)
 
 
 def _exit(text: str) -> NoReturn:
@@ -106,31 +100,6 @@ def _help(args: list[str]) -> str | None:
             following = args[index + 1 : index + 2]
             return topic or next((t for t in following if not t.startswith("-")), "")
     return None
-
-
-def _completion(shell: str) -> str:
-    """Return a script that lets a shell complete commands, options and their choices."""
-    try:
-        import shtab
-    except ImportError:
-        _refuse("`--completion` needs shtab: pip install shtab.")
-    if shell not in shtab.SUPPORTED_SHELLS:
-        _refuse(f"`--completion {shell}`: use {', '.join(map(repr, shtab.SUPPORTED_SHELLS))}.")
-    parser = argparse.ArgumentParser("lit-rlsched")
-    commands = parser.add_subparsers()
-    for name, about in schema()["x-commands"].items():
-        command = commands.add_parser(name, help=about["description"])
-        check = Check(name)
-        for option, node in check.options():
-            dashes = "" if option in check.arguments else "--"
-            action = command.add_argument(
-                f"{dashes}{option}", choices=cli_help.choices(schema(), node)
-            )
-            if action.choices is None:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-        if about["run"]:
-            command.add_argument("-c", "--config").complete = shtab.FILE  # type: ignore[attr-defined]
-    return str(shtab.complete(parser, shell))
 
 
 class Unclear(Exception):

@@ -2,13 +2,13 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from importlib.metadata import version
 from itertools import chain, compress, islice, starmap
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from lit_rlsched.data.messages import prompt_of
 from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
-from lit_rlsched.settings import ENDS, UsageError
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
 _FORMAT = "tokens-4"
@@ -42,11 +42,7 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @overload
-    def __getitem__(self, at: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Prompt]: ...
-    def __getitem__(self, at: int | slice) -> Prompt | list[Prompt]:
+    def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         number = int(self.numbers[at])
@@ -70,23 +66,15 @@ class Prompts(Sequence[Prompt]):
         return self._rows.uids.take(pa.array(self.numbers))
 
     @cached_property
-    def _index(self) -> UidIndex:
-        return UidIndex(self.uids)
-
-    def of_uid(self, uid: str) -> Prompt:
-        """Return the prompt with this uid."""
-        return self[self._index[uid]]
+    def of_uid(self) -> Callable[[str], Prompt]:
+        """Returns the prompt with a uid."""
+        index = UidIndex(self.uids)
+        return lambda uid: self[index[uid]]
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
         """A hash of the tokens of each prompt."""
         return self._tokens["hash"].to_numpy()[self.numbers]
-
-    @property
-    def memory(self) -> int:
-        """Bytes of main memory, without what is mapped from disk: indices, lengths and uids."""
-        orders = 3 * self.numbers.nbytes  # of uids, and of two passes
-        return self.numbers.nbytes + self.lengths.nbytes + 2 * self.uids.nbytes + orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +108,14 @@ class PromptSets:
     @property
     def longest(self) -> int:
         """Number of tokens of the longest prompt; of a stream, of the longest that it may have."""
-        streamed = [self.train.max_prompt_length] if self.stream else []
-        return max([*streamed, *(int(prompts.lengths.max()) for prompts in self.read.values())])
+        streamed = self.train.max_prompt_length if self.stream else 0
+        return max([streamed, *(int(prompts.lengths.max()) for prompts in self.read.values())])
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
         streamed = [1] if self.stream else []
         return min([*streamed, *(int(prompts.lengths.min()) for prompts in self.read.values())])
-
-    @property
-    def memory(self) -> int:
-        """Bytes of main memory."""
-        return sum(prompts.memory for prompts in self.read.values())
 
 
 def tokenize(
@@ -170,19 +153,18 @@ def tokenize(
         shared = [sets["val"][int(i)] for i in shared_at]
         if environments is not None and shared:  # a task is a row, or is made of a seed
             same = {*train.uids.to_pylist()} & {p.uid for p in shared}
-            shared = [p for p in shared if p.uid in same and not _is_seeded(p, environments)]
+            shared = [
+                p
+                for p in shared
+                if p.uid in same
+                and (p.columns.keys() - {"environment"} or not environments.of(p.columns).seeded)
+            ]
         if shared:
             rank_zero_warn(
                 f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
                 f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
             )
     return PromptSets([] if train is None else train, sets)
-
-
-def _is_seeded(prompt: Prompt, environments: RowTools) -> bool:
-    """Whether a number decides the task of a row, and none of its columns."""
-    columns = prompt.columns.keys() - {"environment"}
-    return not columns and bool(environments.of(prompt.columns).seeded)
 
 
 def make_prompts(
@@ -231,13 +213,6 @@ def make_prompts(
         )
     settings = chat_template_kwargs or {}
     template = str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
-    if unread := _unread(table, template, settings):
-        warnings.warn(
-            f"{' and '.join(f'`{name}`' for name in unread)}: the "
-            f"{'chat template does' if table.has_chats else 'prompts are strings, which do'} not "
-            "read this. It has no effect on the prompts: check the spelling, or leave it out.",
-            stacklevel=2,
-        )
     tokens = mapped(
         _key(table, tokenizer, template, settings, environments),
         lambda: token_batches(table, PromptTokenizer(tokenizer, settings, environments)),
@@ -250,16 +225,6 @@ def make_prompts(
             if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
                 raise UsageError(f"The prompt of row {number} (uid {prompt.uid}) {why}")
     return prompts
-
-
-def _unread(table: RowTable, template: str, settings: Mapping[str, Any]) -> list[str]:
-    """Names of template arguments that no prompt depends on."""
-    if not table.has_chats:
-        return [f"chat_template_kwargs.{name}" for name in settings]
-    more = [name for name in settings if name not in (*ENDS, "chat_template")]
-    unread = [f"chat_template_kwargs.{name}" for name in more if name not in template]
-    tools = any("tools" in columns for columns in table.column_sets)
-    return [*unread, "tools"] if tools and "tools" not in template else unread
 
 
 def _key(

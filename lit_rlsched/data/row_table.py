@@ -44,9 +44,8 @@ class UidIndex:
             return self._uids[int(self._order[place])].as_py()
 
         place = bisect_left(range(len(self._order)), uid, key=at)
-        if place == len(self._order) or at(place) != uid:
-            return None
-        return int(self._order[place])
+        found = place < len(self._order) and at(place) == uid
+        return int(self._order[place]) if found else None
 
 
 def fingerprint(uids: pa.StringArray) -> str:
@@ -71,24 +70,18 @@ def cache_folder() -> Path:
 
 
 def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> pa.Table:
-    """Memory-map the file of a key, after writing it if there is none.
-
-    One process writes; the others of the machine wait for it and map the same file.
-    """
-    if key is None or not _writable(cache_folder()):
+    """Memory-map the file of a key, after one process of the machine has written it."""
+    cache = cache_folder()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        key = None
+    if key is None or not os.access(cache, os.W_OK):
         with TemporaryDirectory(prefix="lit_rlsched-") as folder:
             return _written(Path(folder, "rows.arrow"), batches())  # the mapping outlives its name
-    path = cache_folder() / f"{key}.arrow"
+    path = cache / f"{key}.arrow"
     with FileLock(f"{path}.lock"):
         return _map(path) if path.exists() else _written(path, batches())
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 def digest(*parts: object) -> str:
@@ -125,10 +118,7 @@ Row = dict[str, Any]
 
 
 class RowTable:
-    """Rows of a data set, with their uids.
-
-    The rows are a list, a `datasets.Dataset`, or JSON in the column `row` of the table.
-    """
+    """Rows (a list, a `datasets.Dataset`, or JSON in a column of the table) with their uids."""
 
     def __init__(self, table: pa.Table, key: str | None, rows: Any = None) -> None:
         self._table = table
@@ -178,25 +168,19 @@ class RowTable:
         return sets
 
     @property
-    def has_chats(self) -> bool:
-        """Whether a prompt is a chat."""
-        return any(chat for chat, *_ in self._forms)
-
-    @property
     def odd_prompts(self) -> tuple[str, int, int] | None:
         """If some prompts are text and others chats: the rarer kind, its number, its first row."""
         counts = Counter({False: 0, True: 0})
         for chat, _, _, count in self._forms:
             counts[chat] += count
-        (_, _), (rarer, number) = counts.most_common()
-        if not number:
-            return None
-        first = min(row for chat, _, row, _ in self._forms if chat == rarer)
-        return "chat messages" if rarer else "text", number, first
+        _, (rarer, number) = counts.most_common()
+        first = min((row for chat, _, row, _ in self._forms if chat == rarer), default=0)
+        return ("chat messages" if rarer else "text", number, first) if number else None
 
     def unique(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Keep the first of equal rows."""
-        first, numbers = _first(self.uids), np.arange(len(self))
+        codes, numbers = self.uids.dictionary_encode().indices.to_numpy(), np.arange(len(self))
+        first = np.unique(codes, return_index=True)[1][codes]  # for each row, that equals it
         repeated = np.flatnonzero(first != numbers)
         given = self._table["given"].to_numpy()
         if (wrong := repeated[given[repeated] | given[first[repeated]]]).size:
@@ -220,13 +204,6 @@ class RowTable:
         return RowTable(table, self.key, self._rows)
 
 
-def _first(values: pa.StringArray) -> NDArray[np.int64]:
-    """For each value, the position of the first one that equals it."""
-    codes = values.dictionary_encode().indices.to_numpy()
-    _, first = np.unique(codes, return_index=True)
-    return first[codes]
-
-
 def record_batch(rows: Sequence[Row], first: int, texts: Sequence[str] = ()) -> pa.RecordBatch:
     """Make a batch of a table: uid, whether it was given, form, and JSON if there is some."""
     columns = {
@@ -248,10 +225,7 @@ def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_uid(row: Mapping[str, Any], number: int) -> str:
-    """Return the column `uid`, or a hash of all columns.
-
-    One prompt with two answers is two prompts, and a row's uid does not depend on other rows.
-    """
+    """Return the column `uid`, or a hash of all columns, so that it depends on no other row."""
     if (given := row.get("uid")) is not None:
         try:
             return str(given).encode().decode()
@@ -273,12 +247,11 @@ def row_uid(row: Mapping[str, Any], number: int) -> str:
 
 
 class _LooksDifferent(Exception):
-    pass
+    """A value's text has its address."""
 
 
 def _plain(value: Any) -> str:
-    text = repr(value)
-    if " at 0x" in text:  # its address
+    if " at 0x" in (text := repr(value)):
         raise _LooksDifferent(type(value).__name__)
     return text
 

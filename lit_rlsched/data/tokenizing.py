@@ -1,7 +1,7 @@
 """Token ids of prompts, as arrays."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import groupby, islice
@@ -31,18 +31,14 @@ class RowTools(Protocol):
         """Everything that decides the tokens of prompts."""
 
     def of(self, columns: Mapping[str, Any]) -> Any:
-        """Return an object with the tools' `schemas`, and a `factory` if it adds to the prompt.
-
-        It is `seeded` if a task is made of a number.
-        """
+        """Return an object with `schemas`, a `factory` if it adds to the prompt, and `seeded`."""
 
 
 class PromptTokenizer:
     """Tokenises the prompts of rows, without truncation.
 
-    Chat messages go through the chat template; `template_arguments` says with what. A string gets
-    the tokenizer's leading special tokens, such as BOS, unless it begins with them. Trailing ones,
-    such as EOS, are left out: a completion would begin after the end.
+    Chat messages go through the chat template. A string gets the tokenizer's leading special
+    tokens, such as BOS, unless it begins with them, and no trailing ones, such as EOS.
     """
 
     def __init__(
@@ -78,15 +74,13 @@ class PromptTokenizer:
             )
         strings = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
         chats = self._of_chats([row for row in rows if not isinstance(prompt_of(row), str)])
-        ids = dict(zip(strings, self._of_strings(strings), strict=True))
-        return [ids[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts]
-
-    def _of_strings(self, strings: list[str]) -> "Iterator[array[int]]":
-        if not strings:
-            return
-        for ids in self._encoded(strings):
+        of_strings = {}
+        for string, ids in zip(strings, self._encoded(strings) if strings else (), strict=True):
             begun = ids[: len(self._first)] == self._first
-            yield ids if begun else self._first + ids
+            of_strings[string] = ids if begun else self._first + ids
+        return [
+            of_strings[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts
+        ]
 
     @cached_property
     def _first(self) -> "array[int]":
@@ -109,16 +103,22 @@ class PromptTokenizer:
                 )
             template = partial(self._tokenizer.apply_chat_template, **given)
             chats = [*map(prompt_of, some)]
-            if observes:
-                yield from self._begun([_marked(chat) for chat in chats], template)
+            if not observes:
+                ids = template(
+                    chats,
+                    tokenize=True,
+                    return_dict=True,
+                    tokenizer_kwargs={"return_attention_mask": False},
+                )["input_ids"]
+                yield from (array("i", one) for one in ids)
                 continue
-            ids = template(
-                chats,
-                tokenize=True,
-                return_dict=True,
-                tokenizer_kwargs={"return_attention_mask": False},
-            )["input_ids"]
-            yield from (array("i", one) for one in ids)
+            marked = [
+                [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + _MARK}] for chat in chats
+            ]
+            texts = [text.partition(_MARK) for text in template(marked, tokenize=False)]
+            if not all(mark for _, mark, _ in texts):
+                raise UsageError("the chat template leaves out the end of the last message.")
+            yield from self._encoded([before for before, _, _ in texts])
 
     def _arguments(self, row: Row) -> tuple[dict[str, Any], bool]:
         """Return the arguments of the template for a row, and whether something is added to it."""
@@ -127,15 +127,6 @@ class PromptTokenizer:
         environment = self._environments.of(row)
         given = tool_arguments(row, self._settings, environment.schemas)
         return given, environment.factory is not None
-
-    def _begun(
-        self, chats: list[Any], template: Callable[..., list[str]]
-    ) -> "Iterator[array[int]]":
-        """Yield the tokens of chats up to the mark in their last message."""
-        texts = [text.partition(_MARK) for text in template(chats, tokenize=False)]
-        if not all(mark for _, mark, _ in texts):
-            raise UsageError("the chat template leaves out the end of the last message.")
-        yield from self._encoded([before for before, _, _ in texts])
 
     def _encoded(
         self, texts: list[str], add_special_tokens: bool = False
@@ -159,21 +150,11 @@ def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | 
     return None
 
 
-def _marked(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + _MARK}]
-
-
 def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.RecordBatch]:
     """Yield the columns `token_ids` and `hash` of rows, in their order."""
-    numbered = tqdm(  # from two seconds on, in a terminal only
-        enumerate(rows),
-        total=len(rows),
-        desc="Tokenizing prompts",
-        delay=2,
-        leave=False,
-        disable=None,
-    )
-    unread = iter(numbered)
+    # shown from two seconds on, in a terminal only
+    bar: dict[str, Any] = {"desc": "Tokenizing prompts", "delay": 2, "leave": False}
+    unread = iter(tqdm(enumerate(rows), total=len(rows), disable=None, **bar))
     while some := [*islice(unread, _BATCH)]:
         yield _token_batch(tokenize, some)
 

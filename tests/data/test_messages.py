@@ -1,6 +1,5 @@
 """What a model reads of chat messages, and of strings beside a tokenizer's special tokens."""
 
-import re
 from typing import Any
 
 import datasets
@@ -169,26 +168,6 @@ def test_a_row_has_tools_and_template_arguments_of_its_own() -> None:
     with pytest.raises(UsageError, match=r"row 0 .*`chat_template_kwargs` has `tokenize`"):
         bad = {"prompt": [USER], "chat_template_kwargs": {"tokenize": False}}
         make_prompts([bad], tokenizer, max_prompt_length=99)
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "words"),
-    [
-        ([{"prompt": [USER]}], {"enable_thinkin": False}, r"enable_thinkin`: the chat template do"),
-        ([{"prompt": "a"}], {"enable_thinking": False}, "the prompts are strings, which do not re"),
-        ([{"prompt": [USER], "tools": [TOOL]}], {}, "`tools`: the chat template does not read"),
-        ([{"prompt": [USER]}], {"bos_token": "", "add_generation_prompt": True}, None),
-    ],
-)
-def test_arguments_that_nothing_reads_are_warned_of(
-    rows: list[Any], settings: dict[str, Any], words: str | None, recwarn: Any
-) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = LLAMA
-    make_prompts(rows, tokenizer, max_prompt_length=99, chat_template_kwargs=settings)
-    told = [str(warning.message) for warning in recwarn]
-    assert len(told) == (words is not None)
-    assert all(re.search(str(words), one) for one in told)
 
 
 @pytest.mark.parametrize(("before", "after"), [("<bos>", "<eos>"), ("<bos>", ""), ("", "<eos>")])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_rlsched.cli.malloc import keep_heap
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tasks import Countdown, PromptTask, ReasoningGym
+from lit_rlsched.processes import keep_heap
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
 from lit_rlsched.settings import UsageError
 
