@@ -76,11 +76,10 @@ def half_learner(module: object) -> str | None:
     )
 
 
-class PlainLearner(Learner):
+class PlainLearner:
     """Stands in for a LightningModule that knows nothing of rollouts.
 
-    Advantages are those of GRPO, old log-probs are the engine's, and no prompt is shared, because
-    `training_step` expects one completion per row of `input_ids`.
+    Advantages are those of GRPO, and old log-probs are the engine's.
     """
 
     needs_reference = False
@@ -90,8 +89,14 @@ class PlainLearner(Learner):
     def streaming_obstacle(self) -> str | None:
         return "it takes its micro-batches in `training_step`, after the whole update is drawn"
 
+    def accumulate(self, step: OptimizerStep, first: bool) -> None:
+        raise NotImplementedError
+
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         return False  # `score` returns them
+
+    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+        return None  # `training_step` expects one completion per row of `input_ids`
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         return {"old_logprobs": batch.rollout_logp}

@@ -167,8 +167,7 @@ def _encode(
             "A prompt is empty, so no position predicts its first completion token. Put the BOS or "
             "EOS token in front of it."
         )
-    longest = int(ends.argmax())
-    end = int(ends[longest])
+    end = int(ends.max())
     if end > input_ids.shape[1]:
         raise UsageError(
             f"`prompt_lengths` plus `completion_lengths` reaches {end}, past the "
@@ -176,6 +175,7 @@ def _encode(
         )
     causal_lm, _, config = model_parts(model)
     if model not in _parts_differ and not isinstance(next(model.parameters()), FakeTensor):
+        longest = int(ends.argmax())
         row = longest if completion_rows is None else int(completion_rows[longest])
         check_lm_head(model, input_ids[row, :end])  # no padding: it changes what a model sees
     head = lm_head(model, temperature)

@@ -92,9 +92,9 @@ class EncodedRows(NamedTuple):
 
     def to(self, device: torch.device) -> "EncodedRows":
         """Move all of it."""
-        *always, rows = self
-        moved = (tensor.to(device) for tensor in always)
-        return EncodedRows(*moved, None if rows is None else rows.to(device))
+        ids, prompts, completions, rows = self
+        rows = None if rows is None else rows.to(device)
+        return EncodedRows(ids.to(device), prompts.to(device), completions.to(device), rows)
 
 
 class MicroBatch:
@@ -157,10 +157,8 @@ class MicroBatch:
         self.completion_mask = pad([c.mask(step.version) for c in completions])
         self.advantages = pad([[c.advantage] for c in completions]).squeeze(1)
         self.rollout_logp = pad([c.logprobs for c in completions])
-        old, ref = ([getattr(c, n) for c in completions] for n in ("old_logprobs", "ref_logprobs"))
-        self.old_logp, self.ref_logp = (
-            None if x[0] is None else pad([row or () for row in x]) for x in (old, ref)
-        )
+        self.old_logp = _pad_optional([c.old_logprobs for c in completions])
+        self.ref_logp = _pad_optional([c.ref_logprobs for c in completions])
 
     @property
     def logprob_inputs(self) -> dict[str, Any]:
@@ -423,3 +421,7 @@ def pad(rows: Sequence[Sequence[float]], dtype: torch.dtype | None = None) -> to
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.from_numpy(np.asarray(row))  # copies no array
     return padded
+
+
+def _pad_optional(rows: Sequence[Sequence[float] | None]) -> torch.Tensor | None:
+    return None if rows[0] is None else pad([row or () for row in rows])
