@@ -17,7 +17,6 @@ import pytest
 import torch
 from character_tokenizer import make_tokenizer
 from lightning.pytorch.callbacks import BackboneFinetuning
-from lit_rlsched.scheduling.in_flight_updates import InFlight
 from torch import nn
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -177,9 +176,9 @@ CALLBACKS = [
     bad(cb.DownSampling, "give the smallest", reward_range=(1, 0), keep=4),
     *each(cb.DownSampling, "they have no effect", min_length_ratio=(0, 0.5), keep=4),
     *each(cb.DownSampling, "they have no effect", reward_range=((0.5, 1.0), (0.0, 2.0)), keep=4),
+    *each(cb.AsyncRollout, COUNT + "1 or more", max_staleness=(-1, 0)),
     *each(cb.DynamicSampling, COUNT + "2 or more", max_num_gen_batches=(1, 2.5)),
     bad(cb.ExportModel, "use", dtype="int8"),
-    bad(cb.InFlightUpdates, COUNT + "1 or more", max_staleness=-1),
     bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", PromptHistory),
     bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", "PromptHistory"),
     *each(cb.LengthPrediction, COUNT + "0 or", probe_tokens=("3", -1)),
@@ -198,7 +197,7 @@ CALLBACKS = [
     *each(cb.SortedBatching, SORTED + COUNT + "1 or", pool_rounds=(0, 1.5, None)),
     *each(cb.SortedBatching, SORTED + COUNT + "1", update_prompts=(0, 2.0)),
     *each(cb.SortedBatching, "use 1 or more", oversubscribe=(0.99, INF)),
-    bad(sorted_partial, SORTED + COUNT + r"1 or more\. For .*`mode='verified'`", max_staleness=0),
+    bad(sorted_partial, SORTED + COUNT + r"1 or more\. For .*`RolloutWindow`", max_staleness=0),
     bad(cb.SortedBatching, "'on_policy'.*partial.* leave `max_staleness`", max_staleness=2),
     bad(cb.SortedBatching, "'on_policy'.*or leave `mask_stale_tokens`", mask_stale_tokens=True),
     *each(cb.StreamedTraining, "a share of the update's prompts", start=(-0.1, 1.0, "soon")),
@@ -474,10 +473,6 @@ SCHEDULING = [
             ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
         )
     ),
-    bad(InFlight, "`InFlightUpdates", turns=0),
-    bad(InFlight, "cache='keep'.*Use `cache='rec", too_old="verify", cache="keep"),
-    unnamed(InFlight, r"repeats by itself\. Leave `replay` out", "turns", replay={0: [32]}),
-    unnamed(InFlight, r"changed at turn 30\. Use its `turns`", "free", replay={0: [32, 30]}),
     *each(PromptHistory, r"`PromptHistory\(.* use more than 0, at most 1", decay=(1.01, 0, -0.1)),
     bad(PromptHistory, r"`PromptHistory\(.* use 0 or more", shrinkage=-0.1),
     bad(PromptHistory, r"`PromptHistory\(.* use more than 0", half_life=0.0),
@@ -563,31 +558,25 @@ AT_FIT = [
     during("'` with `engine=Sim", module={"old_logprobs": "engine"}, engine=en.SimulatedEngine()),
     during(r"Set `model\.lora_rank", engine=en.VLLMEngine(enable_lora=True)),
     during("64-true` with `VLLM", engine=en.VLLMEngine(), trainer={"precision": "64-true"}),
-    during(r"Use `engine=ProcessEngine\(Transf", cb.AheadRollout),
+    during(r"Use `engine=ProcessEngine\(Transf", cb.AsyncRollout),
     during(
         "the run is on cpu",
-        cb.AheadRollout,
+        cb.AsyncRollout,
         engine=en.ProcessEngine(en.VLLMEngine(), weight_transfer="nccl"),
     ),
     during(
         "`DynamicSampling` with `SortedBatching`.*Remove one",
         lambda: [type("Mine", (cb.SortedBatching,), {})(), cb.DynamicSampling()],
     ),
-    during(r"top_p=0\.9", cb.AheadRollout, **BESIDE, top_p=0.9),
-    during(
-        "Use `correction='verify'`",
-        lambda: [cb.AheadRollout("importance"), cb.StreamedTraining()],
-        **BESIDE,
+    during(r"top_p=0\.9", cb.AsyncRollout, **BESIDE, top_p=0.9),
+    *(
+        during(f"prompts_in_flight={n}, .*with an update of 4 .*{fix}", how, **BESIDE)
+        for n, fix, how in (
+            (9, "4 to 8", lambda: cb.AsyncRollout(prompts_in_flight=9, too_old="wait")),
+            (3, "4 or more", lambda: cb.AsyncRollout(prompts_in_flight=3)),
+        )
     ),
-    during(r"top_p=0\.9", cb.DrainFilling, top_p=0.9),
-    during("`InFlightUpdates` with .*needs an engine that", cb.InFlightUpdates),
-    during(
-        "prompts_in_flight=9, .*with an update of 4 .*4 to 8",
-        lambda: cb.InFlightUpdates(prompts_in_flight=9),
-        **BESIDE,
-    ),
-    during("that decide when", lambda: [cb.InFlightUpdates(), cb.AheadRollout()], **BESIDE),
-    during(r"Updates` with `top_p=0\.9", cb.InFlightUpdates, **BESIDE, top_p=0.9),
+    during("that decide when", lambda: [cb.AsyncRollout(), cb.RolloutWindow()], **BESIDE),
     *(
         during(
             f"2 callbacks that decide .*`{kind.__name__}` and `{other.__name__}`.*Remove all",

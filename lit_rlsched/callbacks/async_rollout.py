@@ -85,8 +85,8 @@ class AsyncRollout(RolloutCallback):
         if prompts < size or (prompts > most * size and not verifies):
             upwards = "or more" if verifies else f"to {most * size}, or a larger `max_staleness`"
             raise UsageError(
-                f"`AsyncRollout({prompts=}, max_staleness={most})`: with an update of {size} "
-                f"prompts use {size} {upwards}."
+                f"`AsyncRollout(prompts_in_flight={prompts}, max_staleness={most})`: with an "
+                f"update of {size} prompts use {size} {upwards}."
             )
         schedule.rule = WindowRound(
             size,
