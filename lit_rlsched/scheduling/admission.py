@@ -86,22 +86,18 @@ class PlannedQueue(WaitingQueue):
     def __init__(self) -> None:
         super().__init__("shortest_first")  # the order in which requests are stolen
         self._shares: list[deque[int]] = []
-        self._new = 0  # requests since the last plan
-
-    def push(self, request: Request) -> None:
-        """Add a request; it has no share before the next plan."""
-        super().push(request)
-        self._new += 1
+        self._planned = 0  # arrivals before the last plan
 
     def plan(self, loads: Sequence[float]) -> None:
-        """Make a new plan if enough has changed since the last one."""
-        if self._new == 0 or self._new < REPLAN_SHARE * len(self):
+        """Make a new plan if enough has come since the last one."""
+        new = self._arrivals - self._planned
+        if new == 0 or new < REPLAN_SHARE * len(self):
             return
         planned = [number for number, request in self._requests.items() if not request.later]
         lengths = [steps_left(self._requests[number]) for number in planned]
         plan = plan_makespan(lengths, len(loads), loads=loads)
         self._shares = [deque(planned[i] for i in share) for share in plan]
-        self._new = 0
+        self._planned = self._arrivals
 
     def _next(self, slot: int) -> int:
         share: deque[int] = self._shares[slot] if slot < len(self._shares) else deque()
@@ -111,7 +107,7 @@ class PlannedQueue(WaitingQueue):
 
     def clear(self) -> None:
         super().clear()
-        self._shares, self._new = [], 0
+        self._shares, self._planned = [], self._arrivals
 
 
 @dataclass(frozen=True, slots=True)

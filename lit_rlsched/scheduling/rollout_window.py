@@ -32,12 +32,9 @@ def places(
     must not be overtaken once more have a place of this update reserved. Nobody loses a place, and
     who got none gets none later, so the places of some prompts are certain once these are decoded.
 
-    Args:
-        decoded: Numbers of prompts, which are numbered as they were drawn from the data.
-        overtaken: How many later prompts were trained on before each prompt, in earlier rounds. No
-            prompt has a larger number than one before it.
-        update_prompts: Places.
-        overtakes: How many later prompts may be trained on before a prompt.
+    Prompts are numbered as they were drawn from the data. Earlier rounds have trained on
+    `overtaken` later prompts before each; no prompt has a larger number than one before it. At most
+    `overtakes` are allowed.
     """
     placed: list[int] = []
     taken: list[int] = []
@@ -75,16 +72,10 @@ class WindowRound(RoundRule):
     Tokens of earlier policies are verified when a round begins, if they are `verifies_from` policy
     versions old. By default that is all of them.
 
-    Args:
-        update_prompts: Prompts of an update.
-        prompts: Prompts in flight.
-        overtakes: How many later prompts may be trained on before a prompt.
-        max_staleness: See `RoundRule`.
-        verifies_from: See `RoundRule`.
-        oldest_first: Which prompts a round takes if more are ready: those that were drawn from the
-            data first, so that tokens get as little old as they can. By default those that were
-            decoded first, so that their places are certain during the round.
-        fewer: Whether `prompts` is only the most, for a data set that holds fewer.
+    If more prompts are ready than a round takes, it takes those that were decoded first, so that
+    their places are certain during the round. With `oldest_first` it takes those that were drawn
+    from the data first, so that tokens get as little old as they can. With `fewer`, `prompts` is
+    only the most, for a data set that holds fewer.
     """
 
     def __init__(

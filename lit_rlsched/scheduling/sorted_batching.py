@@ -22,16 +22,9 @@ class SortedRound(RoundRule):
     finished more than an update needs. Short completions thus come first in each pool and long ones
     last, and none is delayed forever: a pool of `n` updates takes at most `n` rounds.
 
-    Args:
-        update_prompts: Prompts of an update.
-        pool_prompts: Prompts of a pool.
-        num_generations: Completions per prompt.
-        unit: What is trained on as a whole: a `group`, whose completions are compared with each
-            other, or a `completion`; `update_prompts * num_generations` of these are an update.
-        mode: `on_policy` throws away unfinished completions, `partial` keeps their tokens.
-        max_staleness: See `RoundRule`; for `partial`.
-        oversubscribe: Prompts that decode in a round, as a multiple of `update_prompts`. `None`:
-            the whole pool.
+    What is trained on as a whole, the `unit`, is a `group`, whose completions are compared with
+    each other, or a `completion`; `update_prompts * num_generations` of these are an update.
+    `SortedBatching` documents the other arguments.
     """
 
     def __init__(

@@ -56,18 +56,8 @@ class TailRound(RoundRule):
     more prompts than that in the round. All losers wait in one queue, and long rounds take the
     oldest of any domain.
 
-    Args:
-        update_prompts: Prompts of an update.
-        num_generations: Completions per prompt that are trained on.
-        prompt_ratio: Prompts of a race, as a multiple of `update_prompts`.
-        completion_ratio: Completions to start for a fresh prompt, as a multiple of
-            `num_generations`; with 1 the completions of a prompt do not race.
-        patience: See `RoundRule`.
-        shares: Share of each domain in an update; they add up to 1. By default prompts of all
-            domains race together.
-
-    Raises:
-        UsageError: A domain has no prompt in an update.
+    `TailBatching` documents the arguments; `num_generations` completions of a prompt are trained
+    on, and `patience` is that of `RoundRule`.
     """
 
     def __init__(

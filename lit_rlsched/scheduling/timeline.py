@@ -98,42 +98,6 @@ def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) 
     return flat
 
 
-def filled_trainer(
-    known: Iterable[Interval], whole: Sequence[Span], engines: Sequence[Span]
-) -> list[Interval]:
-    """Fill the gaps with other work; a wait for idle engines counts as other work too."""
-    known = [*known]
-    spans = [i.span for i in known]
-    works = cut(whole, spans)[1]
-    found = []
-    for interval in known:
-        if interval.waits_for != ENGINES:
-            found.append(interval)
-            continue
-        waits, more = cut([interval.span], engines)
-        found += [interval._replace(start=a, end=b) for a, b in waits]
-        works += more
-    found += [Interval(TRAINER, OTHER, *span) for span in union(works)]
-    return sorted(found, key=lambda i: i.start)
-
-
-def filled_engine(
-    lane: str,
-    known: Sequence[Interval],
-    whole: Sequence[Span],
-    others: Sequence[Span],
-    trainer: Sequence[Interval],
-) -> list[Interval]:
-    """Fill the gaps: with waits for rewards, for other engines that work, or for the trainer."""
-    found = [*known]
-    _, gaps = cut(whole, [i.span for i in known])
-    rewards = [i.span for i in trainer if i.waits_for == REWARDS]
-    for whom, layer in ((REWARDS, rewards), (ENGINES, others), (TRAINER, whole)):
-        inside, gaps = cut(gaps, layer)
-        found += [Interval(lane, WAIT, *span, whom) for span in inside]
-    return sorted(found, key=lambda i: i.start)
-
-
 SHORT = 0.01
 """Gaps between two steps of an engine of at most so many seconds count as busy."""
 MOST = 100_000
@@ -212,22 +176,41 @@ class Timeline:
         return known
 
     def lap(self) -> Lap:
-        """Return the timeline from the end of the last lap to the last `mark`."""
+        """Return the timeline from the end of the last lap to the last `mark`.
+
+        A trainer of which nothing is known, or that waits for engines that are idle, does other
+        work. An engine without work waits for rewards, for engines that work, or for the trainer.
+        """
         start, end, self._start = self._start, self._end, self._end
         known = self._take(end)
-        names = [f"engine {engine}" for engine in range(self._engines)]
-        flat = {
-            name: flatten(name, (i for i in known if i.lane in (name, ENGINES)), start, end)
-            for name in names
-        }
-        busy = {name: [i.span for i in flat[name] if not i.waits_for] for name in names}
         whole = [(start, end)]
-        trainer = flatten(TRAINER, (i for i in known if i.lane == TRAINER), start, end)
-        any_busy = union(span for spans in busy.values() for span in spans)
-        trainer = filled_trainer(trainer, whole, any_busy if names else whole)
-        lanes = {TRAINER: trainer}
-        for name in names:
+        lanes = {
+            name: flatten(name, (i for i in known if i.lane in (name, ENGINES)), start, end)
+            for name in (f"engine {engine}" for engine in range(self._engines))
+        }
+        busy = {name: [i.span for i in lane if not i.waits_for] for name, lane in lanes.items()}
+        any_busy = union(span for spans in busy.values() for span in spans) if lanes else whole
+
+        trainer = []
+        of_trainer = flatten(TRAINER, (i for i in known if i.lane == TRAINER), start, end)
+        works = cut(whole, [i.span for i in of_trainer])[1]
+        for interval in of_trainer:
+            if interval.waits_for != ENGINES:
+                trainer.append(interval)
+                continue
+            waits, more = cut([interval.span], any_busy)
+            trainer += [interval._replace(start=a, end=b) for a, b in waits]
+            works += more
+        trainer += [Interval(TRAINER, OTHER, *span) for span in union(works)]
+        trainer.sort(key=lambda i: i.start)
+
+        rewards = [i.span for i in trainer if i.waits_for == REWARDS]
+        for name, lane in lanes.items():
+            gaps = cut(whole, [i.span for i in lane])[1]
             others = union(s for other, spans in busy.items() if other != name for s in spans)
-            lanes[name] = filled_engine(name, flat[name], whole, others, trainer)
-        self.last = Lap(start, end, lanes)
+            for whom, layer in ((REWARDS, rewards), (ENGINES, others), (TRAINER, whole)):
+                inside, gaps = cut(gaps, layer)
+                lane += [Interval(name, WAIT, *span, whom) for span in inside]
+            lane.sort(key=lambda i: i.start)
+        self.last = Lap(start, end, {TRAINER: trainer, **lanes})
         return self.last

@@ -201,7 +201,8 @@ def _between(
                 merged[-1] = merged[-1][0], b, does
             elif b - a >= gap / 8 or not merged:
                 merged.append((a, b, does))
-        starts, ends = ([round(1000 * (of[i] - start)) for of in merged] for i in (0, 1))
+        starts = [round(1000 * (begun - start)) for begun, *_ in merged]
+        ends = [round(1000 * (ended - start)) for _, ended, _ in merged]
         what = [does for *_, does in merged]
         found.append({"lane": lane, "start": starts, "end": ends, "what": what})
     return found
