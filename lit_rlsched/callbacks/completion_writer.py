@@ -59,11 +59,7 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         return default if self.path is None else Path(self.path)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset the writer.
-
-        Raises:
-            UsageError: there is no `RolloutDataModule`.
-        """
+        """Reset the writer; refuse another data module than `RolloutDataModule`."""
         if stage == "predict":
             run_of(trainer, self)
             self.num_completions = 0
@@ -133,10 +129,7 @@ def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _column(values: Sequence[Any]) -> "pa.Array":
-    """Return values as Arrow: with their type, or as text if a type would change one of them.
-
-    In such a column text is as it was, and any other value is JSON.
-    """
+    """Return values as Arrow; as text and JSON if a type would change one of them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -31,11 +31,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool) -> str:
-    """Return the name or folder from which a model is loaded that equals a given one.
-
-    That is the name it was loaded from, or `folder`, to which it is saved if it was changed since
-    or if it has an adapter.
-    """
+    """Return the name that loads an equal model, or `folder`, to which it is saved."""
     base = base_model(given) if isinstance(given, nn.Module) else None
     if not isinstance(base, PreTrainedModel):
         why = "give a model of transformers, peft's `PeftModel` of one, or a folder"
