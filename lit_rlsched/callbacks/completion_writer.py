@@ -82,8 +82,16 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         if path.suffix == ".parquet":
             part = path.with_name(f"{path.name}.part")
             try:
+                import pyarrow as pa
+                import pyarrow.parquet as pq
+
                 with unfinished.open(encoding="ascii") as file:
-                    _write_parquet([json.loads(line) for line in file], part)
+                    rows: list[dict[str, Any]] = [json.loads(line) for line in file]
+                for row in rows:
+                    row["completion"] = as_text(row["completion"])
+                names = dict.fromkeys(name for row in rows for name in row)
+                columns = {printable(n): _column([row.get(n) for row in rows]) for n in names}
+                pq.write_table(pa.table(columns), part)
             except Exception as error:  # what was computed is not lost
                 with suppress(OSError):
                     part.unlink()
@@ -115,17 +123,6 @@ def _as_json(value: Any) -> str:
         return json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):
         return json.dumps(str(value))
-
-
-def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a column for each that any of the rows has; a completion is readable text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [{**row, "completion": as_text(row["completion"])} for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {printable(name): _column([row.get(name) for row in rows]) for name in names}
-    pq.write_table(pa.table(columns), path)
 
 
 def _column(values: Sequence[Any]) -> "pa.Array":
