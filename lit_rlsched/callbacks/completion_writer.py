@@ -59,11 +59,7 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         return default if self.path is None else Path(self.path)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset the writer.
-
-        Raises:
-            UsageError: there is no `RolloutDataModule`.
-        """
+        """Reset the writer; refuse another data module than `RolloutDataModule`."""
         if stage == "predict":
             run_of(trainer, self)
             self.num_completions = 0
@@ -86,8 +82,16 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         if path.suffix == ".parquet":
             part = path.with_name(f"{path.name}.part")
             try:
+                import pyarrow as pa
+                import pyarrow.parquet as pq
+
                 with unfinished.open(encoding="ascii") as file:
-                    _write_parquet([json.loads(line) for line in file], part)
+                    rows: list[dict[str, Any]] = [json.loads(line) for line in file]
+                for row in rows:
+                    row["completion"] = as_text(row["completion"])
+                names = dict.fromkeys(name for row in rows for name in row)
+                columns = {printable(n): _column([row.get(n) for row in rows]) for n in names}
+                pq.write_table(pa.table(columns), part)
             except Exception as error:  # what was computed is not lost
                 with suppress(OSError):
                     part.unlink()
@@ -121,22 +125,8 @@ def _as_json(value: Any) -> str:
         return json.dumps(str(value))
 
 
-def _write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write a column for each that any of the rows has; a completion is readable text."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [{**row, "completion": as_text(row["completion"])} for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {printable(name): _column([row.get(name) for row in rows]) for name in names}
-    pq.write_table(pa.table(columns), path)
-
-
 def _column(values: Sequence[Any]) -> "pa.Array":
-    """Return values as Arrow: with their type, or as text if a type would change one of them.
-
-    In such a column text is as it was, and any other value is JSON.
-    """
+    """Return values as Arrow; as text and JSON if a type would change one of them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

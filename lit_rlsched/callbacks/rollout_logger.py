@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.run.run_config import log_page
+from lit_rlsched.run.run_config import wandb_loggers
 from lit_rlsched.run.saving.run_folder import folder_of, leave, name_of, occupy, read_row
 from lit_rlsched.run.saving.traces import about_run, intervals, tables_of
 from lit_rlsched.run.switches import switches_of
@@ -69,10 +69,7 @@ def _row(
 
 
 def drop_rows(path: Path, number: int) -> None:
-    """Delete the rows of round `number` and later from the file.
-
-    Unreadable lines are deleted too, with a warning.
-    """
+    """Delete rows of round `number` and later, and unreadable lines with a warning."""
     kept: list[bytes] = []
     unreadable: list[int] = []
     if number > 1 and path.exists():
@@ -141,12 +138,7 @@ class RolloutLogger(RolloutCallback):
         self._occupied: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lock the folder.
-
-        Raises:
-            FolderInUse: another process uses the run's folder.
-            UsageError: there is no `RolloutDataModule`.
-        """
+        """Lock the folder; refuse one in use, and another data module than ours."""
         if stage == "fit":
             run_of(trainer, self)
             if _writes(trainer):
@@ -224,7 +216,11 @@ class RolloutLogger(RolloutCallback):
             data = run_data(path.parent, run.facts if ended else None, run.record)
             write_report(path, [data], going_on)
             if not going_on:
-                log_page(trainer, "report", path)
+                for logger in wandb_loggers(trainer):
+                    import wandb
+
+                    page: Any = wandb.Html(path.read_text(encoding="utf-8"), inject=False)
+                    logger.log_metrics({"report": page}, step=trainer.global_step)
         except Exception as error:  # a page is no reason to end a run
             rank_zero_warn(f"`{path}` was not written: {type(error).__name__}: {error}")
             return

@@ -55,11 +55,7 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         self._last = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the clock.
-
-        Raises:
-            UsageError: there is no `RolloutDataModule`.
-        """
+        """Start the clock; refuse another data module than `RolloutDataModule`."""
         if stage == "fit":
             run_of(trainer, self)
             self._began, self._spent, self._last = self._clock(), 0.0, 0.0
@@ -70,7 +66,14 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         affordable = self._last == 0 or spent <= self.max_share * run
         last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.should_stop
         last = last or trainer.global_step == trainer.max_steps
-        due = (affordable or last) and not _just_saved(trainer)
+        just_saved = any(  # it deletes that file only after it has saved a later one
+            isinstance(callback, ModelCheckpoint)
+            and not callback.save_weights_only
+            and callback._last_global_step_saved == trainer.global_step
+            and Path(callback._last_checkpoint_saved).exists()
+            for callback in trainer.checkpoint_callbacks
+        )
+        due = (affordable or last) and not just_saved
         if trainer.strategy.broadcast(due):  # the clocks and disks of ranks differ
             self._save(trainer)
 
@@ -115,20 +118,6 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
         others = sorted(newest.parent.glob("round_*.ckpt"), key=age)[:-1]
         for path in others[: len(others) - (self.keep - 1)]:
             remove_checkpoint(path)
-
-
-def _just_saved(trainer: Trainer) -> bool:
-    """Return whether a `ModelCheckpoint` has saved a resumable checkpoint at this step.
-
-    It deletes that file only after it has saved a later one.
-    """
-    return any(
-        isinstance(callback, ModelCheckpoint)
-        and not callback.save_weights_only
-        and callback._last_global_step_saved == trainer.global_step
-        and Path(callback._last_checkpoint_saved).exists()
-        for callback in trainer.checkpoint_callbacks
-    )
 
 
 class RNGState(Callback):

@@ -193,10 +193,7 @@ class Setting:
 
 
 def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
-    """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual.
-
-    There are as many of these rounds as are simulated, with their prompts in another order.
-    """
+    """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual."""
     about = about_of(traces)
     if not traces.table("steps").num_rows or "slots" not in about:
         return None
@@ -217,10 +214,7 @@ def about_of(traces: Traces) -> dict[str, Any]:
 
 
 def beside(facts: RunFacts) -> RunFacts:
-    """Return facts about the same run without the callbacks that decide its schedule.
-
-    Its engine decodes beside the update: the configuration of a schedule that needs it says so.
-    """
+    """Return facts of the run without its schedule, with an engine beside the update."""
     engine: Any = replace(EngineFacts.of(facts.settings.engine), decodes_by_itself=True)
     settings = replace(facts.settings, engine=engine)
     return replace(facts, settings=settings, callbacks=facts.callbacks - ALTERNATIVES)
@@ -255,14 +249,9 @@ def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def missing(about: Mapping[str, Any]) -> list[str]:
-    """Say what of a run its simulations leave out, and what its traces do not tell."""
-    known, said = about.get(FACTS), []
-    if known is None:
-        said.append(
-            "These traces are of an earlier version, which did not write whether a run has tools, "
-            "nor most settings of its module: `fit` may refuse some of these schedules for it."
-        )
-    elif known["tools"]:
+    """Say what of a run its simulations leave out."""
+    said = []
+    if about.get(FACTS, {}).get("tools"):
         said.append(
             "Simulated without tools: `fit` also waits for them and reads their replies, which "
             "takes longer."

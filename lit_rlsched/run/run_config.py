@@ -70,11 +70,7 @@ def _of_training(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
 
 
 def shared_config(trainer: Trainer, settings: RunSettings) -> dict[str, Any]:
-    """Return what all processes of a run must have in common, by name.
-
-    A process with another learning rate, for instance, would train other weights, and with DDP
-    nobody would see it.
-    """
+    """Return what all processes must have in common: DDP does not see another learning rate."""
     module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
     # vLLM runs on the leader alone
     here = versions() | {"python": platform.python_version(), "vllm": None}
@@ -202,15 +198,6 @@ def log_artifact(trainer: Trainer, name: str, kind: str, path: str | Path) -> No
         run.log_artifact(artifact)
 
 
-def log_page(trainer: Trainer, name: str, path: Path) -> None:
-    """Show an HTML file in the workspace of each W&B run."""
-    for logger in wandb_loggers(trainer):
-        import wandb
-
-        page: Any = wandb.Html(path.read_text(encoding="utf-8"), inject=False)
-        logger.log_metrics({name: page}, step=trainer.global_step)
-
-
 def run_ids(trainer: Trainer | None) -> list[str]:
     """Return the id of each W&B run of the Trainer, for a checkpoint."""
     return [] if trainer is None else [str(one.version) for one in wandb_loggers(trainer)]
@@ -231,10 +218,7 @@ def saved_ids(path: str | Path) -> list[str]:
 
 
 def warn_of_new_runs(trainer: Trainer, saved: Sequence[str]) -> None:
-    """Warn if a resumed run is not logged to the W&B runs of its checkpoint.
-
-    W&B runs begin before Lightning reads the checkpoint, so it is too late to change that.
-    """
+    """Warn if a resumed run is not logged to its checkpoint's W&B runs: ours have begun by now."""
     for logger, theirs in zip(wandb_loggers(trainer), saved, strict=False):
         if logger.version != theirs:
             rank_zero_warn(

@@ -29,9 +29,8 @@ from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
     check_drawn,
-    check_format,
     check_has_state,
-    check_same_settings,
+    check_state,
     check_whole_groups,
     complete,
     written,
@@ -421,9 +420,8 @@ class TrainingRun:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised."""
-        check_format(state)
         settings = self.settings
-        check_same_settings(state["settings"], self._same)
+        check_state(state, self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
         if ahead := state["next"]["round"]:
             drawn.append(ahead["trained"])

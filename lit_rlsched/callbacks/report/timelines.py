@@ -124,19 +124,17 @@ def _timeline(
     spans = part.select(["request", "slot", "start", "end", "tokens"]).to_pylist()
     spans.sort(key=lambda span: (span["start"], span["slot"]))
     drew: Counter[str] = Counter()
-    first_of: dict[str, int] = {}
-    last_of: dict[str, int] = {}
-    for place, span in enumerate(spans):
+    for span in spans:
         drew[span["request"]] += span["tokens"]
-        first_of.setdefault(span["request"], place)
-        last_of[span["request"]] = place
+    last_of = {span["request"]: place for place, span in enumerate(spans)}
+    first_of = {spans[place]["request"]: place for place in reversed(range(len(spans)))}
     slots = sorted({span["slot"] for span in spans})
     stride = -(-len(spans) // MOST_SPANS_OF_ROUND)
     shown = {*slots[::stride]}
     requests: dict[str, int] = {}
     prompts: dict[str, int] = {}
     rows = []
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[int]] = {
         name: [] for name in ("slot", "start", "end", "tokens", "request", "first", "last")
     }
     for place, span in enumerate(spans):
@@ -157,20 +155,13 @@ def _timeline(
             before = of["drawn"] - drew[request] if of and at == number else 0
             more = (rounded(of.get("reward")), *(of.get(n) or 0 for n in MORE))
             rows.append([prompt, index, end, max(0, before), *more])
-        columns["slot"].append(span["slot"])
-        columns["start"].append(round(1000 * span["start"]))
-        columns["end"].append(round(1000 * span["end"]))
-        columns["tokens"].append(span["tokens"])
-        columns["request"].append(requests[request])
-        columns["first"].append(int(first_of[request] == place))
-        columns["last"].append(int(last_of[request] == place))
-    return {
-        "slots": len(slots),
-        "every": stride,
-        "prompts": [*prompts],
-        "requests": rows,
-        **columns,
-    }
+        ends = int(first_of[request] == place), int(last_of[request] == place)
+        times = round(1000 * span["start"]), round(1000 * span["end"])
+        figures = span["slot"], *times, span["tokens"], requests[request], *ends
+        for column, figure in zip(columns.values(), figures, strict=True):
+            column.append(figure)
+    about = {"slots": len(slots), "every": stride, "prompts": [*prompts], "requests": rows}
+    return about | columns
 
 
 def _lanes(traces: Traces) -> dict[str, list[tuple[float, float, str]]]:

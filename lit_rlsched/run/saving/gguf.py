@@ -289,14 +289,14 @@ def _llama3(given: NDArray[Any], frequencies: NDArray[Any]) -> dict[str, Any] | 
     factor = float(given.max())
     kept = (1 / given - 1 / factor) / (1 - 1 / factor)
     whole, between = kept > 1 - 1e-4, (kept > 1e-4) & (kept < 1 - 1e-4)
-    high = frequencies[whole].min(initial=2 * frequencies.max())  # the line is 1 from here on
-    low = frequencies[~whole & ~between].max(initial=0)  # and 0 up to here
+    upper = frequencies[whole].min(initial=2 * frequencies.max())  # the line is 1 from here on
+    lower = frequencies[~whole & ~between].max(initial=0)  # and 0 up to here
     x, y = frequencies[between], kept[between]
     if len(x) > 1:
         slope = (y[0] - y[-1]) / (x[0] - x[-1])
     else:
-        slope = max([1 / (high - low), *(1 - y) / (high - x), *y / (x - low)])
-    zero = x[-1] - y[-1] / slope if len(x) else low
+        slope = max([1 / (upper - lower), *(1 - y) / (upper - x), *y / (x - lower)])
+    zero = x[-1] - y[-1] / slope if len(x) else lower
     lengths = (8192, *(2**power for power in range(4, 24)), *map(round, (3 * y[:1] + 1) / x[:1]))
     for low, high, length in (  # Meta's with any length, then those of the line through the factors
         *((1.0, 4.0, length) for length in lengths),

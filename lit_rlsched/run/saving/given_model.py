@@ -31,11 +31,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool) -> str:
-    """Return the name or folder from which a model is loaded that equals a given one.
-
-    That is the name it was loaded from, or `folder`, to which it is saved if it was changed since
-    or if it has an adapter.
-    """
+    """Return the name that loads an equal model, or `folder`, to which it is saved."""
     base = base_model(given) if isinstance(given, nn.Module) else None
     if not isinstance(base, PreTrainedModel):
         why = "give a model of transformers, peft's `PeftModel` of one, or a folder"
@@ -222,10 +218,16 @@ def _difference(given: Any, at: str, active: str, gets_adapter: bool = False) ->
         return f"`{others[0]}` is another"
     ids = torch.arange(1, 17).unsqueeze(0) * 7919 % num_embeddings(given)
     dtypes = {weight.dtype for weight in theirs.values()}
+    logits = []
     try:
-        want, got = (_logits(model, ids, mixed=len(dtypes) > 1) for model in (given, loaded))
+        for model in (given, loaded):
+            cast = torch.autocast(model.device.type, torch.bfloat16, enabled=len(dtypes) > 1)
+            with evaluating(model), cast:
+                seen = model(input_ids=ids.to(model.device), use_cache=False)
+            logits.append(seen.logits.float().cpu())
     except (RuntimeError, ValueError, TypeError) as error:
         return f"its forward pass fails ({error})"
+    want, got = logits
     most = max(_TOLERANCE.get(dtype, 0.05) for dtype in dtypes) * float(want.abs().max())
     if not (off := float((want - got).abs().max())) <= most:
         return f"its logits differ by {off:.2g}"
@@ -256,8 +258,3 @@ def _read_settings(policy: nn.Module) -> dict[str, Any]:
     found = getattr(base_model(policy), "generation_config", None)
     special: dict[str, Any] = {name: getattr(found, name, None) for name in _SPECIAL}
     return {**special, "max_position_embeddings": context_length(policy)}
-
-
-def _logits(model: Any, ids: Tensor, mixed: bool) -> Tensor:
-    with evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
-        return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()

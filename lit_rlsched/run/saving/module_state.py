@@ -72,13 +72,7 @@ class PolicyCheckpoints(LightningModule):
         self._sharing.works = checkpoint.get("shared_prefix")
 
     def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Check the policy's weights and optimizer state in a checkpoint.
-
-        Raises:
-            ValueError: If names or shapes of the weights differ, the adapters' settings or their
-                base, or the reference model, or if a fit is to resume from a checkpoint that holds
-                only weights.
-        """
+        """Refuse other weights, adapters, base or reference, and weights alone to resume a fit."""
         if self._fits and "optimizer_states" not in checkpoint:
             raise CheckpointError(
                 "The checkpoint holds the weights alone "
@@ -200,11 +194,7 @@ class CallbackStates(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Change the states before the callbacks load them.
-
-        Raises:
-            UsageError: weights have to be thawed that are sharded already.
-        """
+        """Change the states before the callbacks load them; refuse to thaw sharded weights."""
         states = checkpoint.get("callbacks", {})
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
@@ -235,8 +225,7 @@ class CallbackStates(Callback):
 def _found_again(state: dict[str, Any], folder: str, checkpoint: str) -> dict[str, Any]:
     """Return the state of a `ModelCheckpoint` with the paths that its files have now.
 
-    The folder may have another name than when the state was saved: relative or absolute, through a
-    link, moved or copied. With another folder, Lightning would forget the best models.
+    With another folder, such as after a move or through a link, Lightning would forget them.
     """
     before = Path(str(state.get("dirpath")))
 

@@ -78,18 +78,14 @@ def check_has_state(ckpt_path: Any, datamodule: object) -> None:
         )
 
 
-def check_format(state: Mapping[str, Any]) -> None:
-    """Refuse the state of a data module that has another format."""
+def check_state(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse the state of a data module in another format, or made with another setting."""
     if (theirs := state.get("format", 0)) != FORMAT:
         raise CheckpointError(
             f"The checkpoint has format {theirs}, written by lit_rlsched {state.get('version')}, "
             f"and this version reads format {FORMAT}. Install the version that wrote it, {_FIX}"
         )
-
-
-def check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a run in which a setting of the checkpoint has another value."""
-    for name, theirs in saved.items():
+    for name, theirs in state["settings"].items():
         if settings[name] != theirs:
             raise UsageError(
                 f"The checkpoint was made with `{name}={theirs}`, this run has "

@@ -33,11 +33,7 @@ class FolderInUse(UsageError):
 
 
 def folder_of(trainer: Trainer) -> Path:
-    """Return the folder of a Trainer's run.
-
-    This is the Trainer's `default_root_dir`, or a new `runs/version_N` if that is the working
-    directory, which is Lightning's default.
-    """
+    """Return the folder of a run: `default_root_dir`, or a new one if that is Lightning's."""
     root = Path(trainer.default_root_dir)
     if root.absolute() != Path.cwd():
         return root
@@ -76,10 +72,7 @@ def new_folder(root: Path, kind: str = "version") -> Path:
 
 
 def newest_folder(root: Path) -> Path | None:
-    """Return the newest `root/version_N` with a checkpoint; the newest of all if none has one.
-
-    A run with a wrong setting leaves a folder, and one that was killed early has nothing to resume.
-    """
+    """Return the newest `root/version_N` with a checkpoint; the newest of all if none has one."""
     folders = [folder for _, folder in sorted(_numbered(root, "version"), reverse=True)]
     found = (folder for folder in folders if next(folder.rglob("*.ckpt"), None) is not None)
     return next(found, folders[0] if folders else None)
@@ -165,9 +158,7 @@ def holds_run(folder: Path) -> bool:
 def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     """Return the newest readable checkpoint in these folders, and warn of newer ones.
 
-    Checkpoints are ordered by when they were saved, their rounds and their steps: the times of
-    files change when they are copied, and a run that is resumed from an earlier round goes through
-    later ones again.
+    The order is that in which they were saved: a copy changes the times of files.
     """
     order: dict[Path, tuple[float, int, int]] = {}
     broken: dict[Path, CheckpointError] = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 FACTS = "facts"
-"""What of a run decides which schedules `fit` refuses; traces of earlier versions have none."""
+"""What of a run decides which schedules `fit` refuses."""
 
 
 def about_run(run: TrainingRun) -> dict[str, Any]:
