@@ -29,12 +29,19 @@ class RunFailed(UsageError, RuntimeError):
 
 def check_finite(settings: Mapping[str, Any]) -> None:
     """Refuse NaN and infinity in settings whose entries `ranges.csv` does not know."""
-    for name, value in settings.items():
-        if not _finite(value):
-            raise UsageError(
-                f"`{name}={value!r}` must be finite: use a number, or leave `{name}` out for the "
-                "default."
-            )
+
+    def finite(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return all(map(finite, value.values()))
+        if isinstance(value, list | tuple):
+            return all(map(finite, value))
+        return not isinstance(value, float) or math.isfinite(value)
+
+    for name in (name for name, value in settings.items() if not finite(value)):
+        raise UsageError(
+            f"`{name}={settings[name]!r}` must be finite: use a number, or leave `{name}` out for "
+            "the default."
+        )
 
 
 SMALLEST, LARGEST, MOST = 1e-12, 1e12, 2**31 - 1
@@ -150,8 +157,7 @@ def arguments_checked(
 ) -> Iterator[None]:
     """Refuse arguments out of their range, of another type than their annotation, or no choice.
 
-    Numbers, words, lists and dicts are checked; for a class any object is accepted. What the block
-    refuses itself comes before the types, since it knows the reason.
+    What the block refuses itself comes before the types, since it knows the reason.
     """
     parameters = [p for c in classes for p in inspect.signature(c.__init__).parameters.values()]  # type: ignore[misc]
     for cls in classes:
@@ -225,9 +231,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if kind is tuple and ... not in of:
         return len(entries) == len(of) and all(map(_fits, entries, of))
-    if kind is tuple:
-        of = of[:1]
-    return all(_fits(v, of[-1]) for v in (entries.values() if kind in (dict, Mapping) else entries))
+    each = of[0] if kind is tuple else of[-1]
+    return all(_fits(v, each) for v in (entries.values() if kind in (dict, Mapping) else entries))
 
 
 def _said(hint: Any) -> str:
@@ -251,14 +256,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests the nearest of the known names; empty if none is near."""
     near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
     return f" Did you mean `{near[0]}`?" if near else ""
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(map(_finite, value.values()))
-    return not isinstance(value, list | tuple) or all(map(_finite, value))
 
 
 _NOT_FOR_TEMPLATES = (
@@ -314,10 +311,6 @@ def counterpart(name: str, written: Callable[[str], str]) -> str:
 def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -> str:
     """Return what TRL's `name` is here or which known name is near; empty if neither."""
     return counterpart(name, written) or did_you_mean(name, known)
-
-
-MAX_ENTRIES = 100
-"""Longer lists are shown by their length."""
 
 
 class _ConstructorSignature:
@@ -396,22 +389,19 @@ class RemembersInit(KnownArguments):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            cls.__init__ = _remembering(cls, cls.__init__)  # type: ignore[method-assign]
+        if (init := vars(cls).get("__init__")) is None:
+            return
+        signature = inspect.signature(init)
 
+        @functools.wraps(init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
+            with arguments_checked(type(self).__name__, [cls], given.arguments):
+                init(self, *args, **kwargs)
+            given.apply_defaults()  # last by the class of the object itself
+            self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}
 
-def _remembering(cls: type, init: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs)  # `init` names what is missing
-        with arguments_checked(type(self).__name__, [cls], given.arguments):
-            init(self, *args, **kwargs)
-        given.apply_defaults()  # last by the class of the object itself
-        self.init_args = {n: plain(v) for n, v in [*given.arguments.items()][1:]}
-
-    return __init__
+        cls.__init__ = __init__  # type: ignore[method-assign]
 
 
 def plain(value: Any) -> Any:
@@ -421,8 +411,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        many = len(value) > MAX_ENTRIES
-        return f"{len(value)} entries" if many else [plain(entry) for entry in value]
+        return f"{len(value)} entries" if len(value) > 100 else [plain(entry) for entry in value]
     if isinstance(value, PurePath):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):

@@ -34,10 +34,7 @@ def is_deep(value: Any) -> bool:
 
 
 def printable(value: Any, levels: int = MOST_LEVELS) -> Any:
-    """Return the value with unpaired surrogates, which UTF-8 cannot encode, escaped.
-
-    A dict or a list below so many `levels` of others is left out: `…` is in its place.
-    """
+    """Return the value with unpaired surrogates escaped, and `…` for what is below `levels`."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, (dict, list, tuple)) and not levels:
@@ -68,11 +65,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def as_text(chat: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return a text as it is, and a chat as a transcript.
-
-    Each thought, content and call begins a line that says whose it is. Its further lines are
-    indented, so that no text passes for another message.
-    """
+    """Return a text as it is, and a chat as a transcript in which no text passes for a message."""
     if isinstance(chat, str):
         return chat
     turns = ("\n".join("\n    ".join(part.splitlines()) for part in _parts(m)) for m in chat)
@@ -186,11 +179,7 @@ def hide_keys(text: str) -> str:
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:
-    """Return settings without secrets.
-
-    Removed are strings under names such as `api_key` and `hf_token`, values of HTTP headers, values
-    of environment variables with such names, and what `hide_keys` hides.
-    """
+    """Return settings without strings under names such as `api_key`, HTTP headers and keys."""
     if isinstance(settings, Mapping):
         hidden = name in _HEADERS
         return {k: REDACTED if hidden else without_secrets(v, k) for k, v in settings.items()}

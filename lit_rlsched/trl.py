@@ -351,10 +351,9 @@ class _RolloutTrainer:
         """
         if token or revision:
             self._refuse("token or revision", " Log in with `hf auth login`; `main` is written.")
-        shutil.rmtree(self.folder / "hub", ignore_errors=True)
-        self._export(
-            lambda path: export(path, str(self.folder / "hub"), push_to_hub=self.hub_model_id)
-        )
+        hub = self.folder / "hub"
+        shutil.rmtree(hub, ignore_errors=True)
+        self._export(lambda path: export(path, str(hub), push_to_hub=self.hub_model_id))
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write model and tokenizer as a Hugging Face folder, by default `output_dir` of the run.

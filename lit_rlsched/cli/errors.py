@@ -1,7 +1,6 @@
 """Errors and warnings of the command line: one message and exit code 2 for a wrong setting.
 
-`quick` finds most mistakes before the parser is made. Errors of jsonargparse are left: names in a
-user's own classes and functions, and what only the parser checks. Each becomes one line.
+`quick` finds most mistakes before the parser is made; here are those that only the parser finds.
 """
 
 import argparse
@@ -106,14 +105,10 @@ def of_arguments() -> Iterator[None]:
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings without file and line, and shorten what Lightning says.
-
-    Warnings about other libraries' code and Lightning's messages about every run are hidden:
-    somebody who trains a model cannot act on them.
-    """
+    """Print warnings without file and line, and hide those that a user cannot act on."""
     before = warnings.formatwarning
-    rank_zero_module.log.addFilter(_is_news)
-    signal_connector.log.addFilter(_shorten_sigterm)
+    for log in (logs := (rank_zero_module.log, signal_connector.log)):
+        log.addFilter(_is_news)
     with warnings.catch_warnings():
         for library in ("lightning", "torch", "transformers", "vllm"):
             for category in (DeprecationWarning, FutureWarning):
@@ -124,27 +119,20 @@ def plain_warnings() -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", category=SyntaxWarning, module=r".*\b(site|dist)-packages\b"
         )
-        warnings.formatwarning = _format_warning
+        warnings.formatwarning = lambda text, kind, *_, **__: f"{kind.__name__}: {text}\n"
         try:
             yield
         finally:
             warnings.formatwarning = before
-            rank_zero_module.log.removeFilter(_is_news)
-            signal_connector.log.removeFilter(_shorten_sigterm)
-
-
-def _format_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
-    return f"{category.__name__}: {message}\n"
+            for log in logs:
+                log.removeFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(("💡 Tip", "TPU available", "Loading `train_dataloader`"))
-
-
-def _shorten_sigterm(record: logging.LogRecord) -> bool:
+    """Whether a message of Lightning says something; that of SIGTERM becomes shorter."""
     if "Received SIGTERM" in str(record.msg):
         record.msg = "SIGTERM: stopping and saving."
-    return True
+    return not str(record.msg).startswith(("💡 Tip", "TPU available", "Loading `train_dataloader`"))
 
 
 def plain(message: str, parser: argparse.ArgumentParser) -> str:
@@ -185,10 +173,6 @@ def _no_import(match: re.Match[str], key: str) -> str:
     return f"`{key}={match['path']}`: {match['why']}.{near}"
 
 
-def _other_class(match: re.Match[str], key: str) -> str:
-    return f"`{key}={match['path']}`: must be a subclass of `{match['parent']}`."
-
-
 def _other_type(match: re.Match[str], key: str) -> str:
     types = re.findall(r"Expected a ([^\n]+?)(?:\. Got value|$)", match["types"], re.MULTILINE)
     said: dict[str, None] = {}
@@ -213,11 +197,6 @@ def _missing(match: re.Match[str], key: str) -> str:
     return f"{listed} must be given: in a file (`--config run.yaml`) or as `--{names[0]}=...`."
 
 
-def _no_settings(match: re.Match[str], key: str) -> str:
-    given = f"`{match['text']}`" if match["text"] else "an empty one"
-    return f"A configuration holds settings by name, such as `data:`, and this is {given}."
-
-
 _CLASS = r"class_path ?=?'(?P<path>[\w.]+)'"
 _WHY = r"(?P<why>(?:module '[\w.]+' has no|No module named)[^\n]*?)"
 _TYPES = {
@@ -235,7 +214,10 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str], str]], ...] = (
     (rf"Option '(?P<name>\w+)' is not accepted.*?{_CLASS}", _no_argument),
     (rf"{_CLASS}:\s+{_WHY}\n", _no_import),
     (rf"{_WHY}\. Got value: (?:Namespace\(class_path=')?(?P<path>[\w.]+)", _no_import),
-    (r"subclass of (?P<parent>\w+).*Given value: (?P<path>[^\n]*)", _other_class),
+    (
+        r"subclass of (?P<parent>\w+).*Given value: (?P<path>[^\n]*)",
+        lambda match, key: f"`{key}={match['path']}`: must be a subclass of `{match['parent']}`.",
+    ),
     (
         rf"(?P<types>{_EXPECTED}?)\. Got value: (?P<value>[^\n]*?)(?:\. Got value: |\n|$)",
         _other_type,
@@ -245,7 +227,13 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str], str]], ...] = (
         r"Given value: (?P<value>[^\n]*)",
         _other_type,
     ),
-    (r"Unexpected config: *(?P<text>[^\n]*)", _no_settings),
+    (
+        r"Unexpected config: *(?P<text>[^\n]*)",
+        lambda match, _: (
+            "A configuration holds settings by name, such as `data:`, and this is "
+            + (f"`{match['text']}`." if match["text"] else "an empty one.")
+        ),
+    ),
     (r"arguments are required: (?P<names>[^\n]+)", _missing),
 )
 """Pattern of jsonargparse's message and the function that rewords it; the first match counts."""

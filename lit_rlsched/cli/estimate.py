@@ -56,11 +56,7 @@ NOT_COUNTED = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of the tensor storages that are allocated inside this context.
-
-    Storages from before, such as weights and gradients, do not count, nor scratch memory inside an
-    operation.
-    """
+    """Count the bytes of the tensor storages that are allocated inside this context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -115,8 +111,7 @@ def _make_fake(*models: nn.Module) -> None:
     for part in (part for model in models for part in model.modules()):
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+                tensors[name] = None if tensor is None else fake(tensor)  # type: ignore[assignment]
 
 
 def device_memory(device: str, given: str | None = None) -> int:
@@ -151,10 +146,7 @@ class Item:
 
 
 class PlannedRun:
-    """What `fit` would run, up to the start of its engine, with its checks and without its weights.
-
-    The Trainer is on the CPU, whatever `device` the run will use, each of which has `memory`.
-    """
+    """What `fit` would run, up to the start of its engine, without its weights, on the CPU."""
 
     def __init__(
         self,
@@ -203,14 +195,12 @@ class PlannedRun:
         return max(rule.most_prompts(), self.schedule.max_num_gen_batches * rule.update_prompts)
 
     def micro_batch(self) -> MicroBatch:
-        """Return as many full-length completions as fit into a micro-batch.
-
-        Their prompts are as short as the data allows: scored positions need the most memory.
-        """
+        """Return as many full-length completions of short prompts as fit into a micro-batch."""
         settings, rule = self.settings, self.schedule.rule
         # a round that ends early may train on more, if they end together
         prompts = self.most_prompts if rule.ends_early else rule.update_prompts
         step = -(-prompts // settings.steps_per_round) * settings.num_generations
+        # scored positions need the most memory
         positions = min(settings.micro_batch_tokens, step * self.spec.max_model_len)
         limit = settings.sampling.max_completion_length
         rows = max(1, positions // (self.startup.prompts.shortest + limit))
@@ -340,11 +330,10 @@ def _row(name: str, rollout: int | str, update: int | str, how: str) -> str:
 
 
 def _check_tokenizer(name: str) -> None:
-    works = False
-    with suppress(ValueError):  # transformers makes some tokenizers with an empty vocabulary
-        works = bool(load_tokenizer(name)("0")["input_ids"])
-    if not works:
-        raise UsageError(
-            f"`{name}` has no tokenizer, but the estimate depends on the lengths of the prompts. "
-            "Name a folder or a hub model that has one with `--data.tokenizer=...`."
-        )
+    with suppress(ValueError):
+        if load_tokenizer(name)("0")["input_ids"]:  # transformers makes some that know no token
+            return
+    raise UsageError(
+        f"`{name}` has no tokenizer, but the estimate depends on the lengths of the prompts. "
+        "Name a folder or a hub model that has one with `--data.tokenizer=...`."
+    )

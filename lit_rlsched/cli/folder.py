@@ -62,19 +62,23 @@ def redacted(text: str) -> str:
 
 
 def choose_folder(config: Namespace, subcommand: str) -> Path | None:
-    """Choose and lock the folder that the run writes all its files to.
+    """Choose and lock the folder that the run writes all its files to, and fill it in.
 
     Without `trainer.default_root_dir` this is a new `runs/NAME/version_N`, where NAME joins the
-    names of the configuration files. A resumed run stays in its folder. Loggers without a
-    `save_dir` write there too, and a CSV logger is added that writes to `metrics/`: the
-    configuration is filled in. None with `trainer.fast_dev_run`, which writes nothing.
+    names of the configuration files; None with `trainer.fast_dev_run`, which writes nothing.
     """
     if config.ckpt_path == "best":
         _refuse_best(config)
     if config.trainer.fast_dev_run:
         return None
     leads = not getattr(rank_zero_only, "rank", 0)  # of torchrun, SLURM or Lightning
-    folder = _lead(config, subcommand) if leads else _follow(config)
+    if leads:
+        root = Path("runs") / _name(config)
+        folder = _fit(config, root) if subcommand == "fit" else _evaluate(config, root, subcommand)
+        atexit.register(remove_unused, folder)
+        os.environ[_OF_RANKS] = json.dumps([str(folder), config.ckpt_path])
+    else:
+        folder = _follow(config)
     config.trainer.default_root_dir = str(folder)
     config.trainer.logger = _loggers(config.trainer.logger, str(folder), subcommand)
     if leads and subcommand == "fit":
@@ -82,21 +86,9 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
     return folder
 
 
-def _lead(config: Namespace, subcommand: str) -> Path:
-    """Choose the folder, and tell the ranks that Lightning starts."""
-    root = Path("runs") / _name(config)
-    folder = _fit(config, root) if subcommand == "fit" else _evaluate(config, root, subcommand)
-    atexit.register(remove_unused, folder)
-    os.environ[_OF_RANKS] = json.dumps([str(folder), config.ckpt_path])
-    return folder
-
-
 def _follow(config: Namespace) -> Path:
-    """Return the folder that rank 0 has chosen, and take its checkpoint.
-
-    Processes that Lightning starts inherit it. Under torchrun and SLURM all start at once.
-    """
-    if _OF_RANKS in os.environ:
+    """Return the folder that rank 0 has chosen, and take its checkpoint."""
+    if _OF_RANKS in os.environ:  # this process was started by Lightning
         folder, config.ckpt_path = json.loads(os.environ[_OF_RANKS])
         return Path(folder)
     given = config.trainer.default_root_dir
@@ -118,12 +110,10 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
 
 
 def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
-    """Let each W&B logger without an `id` continue the run of the checkpoint.
-
-    In a sweep the agent names the run of each process, even if all begin with one checkpoint.
-    """
+    """Let each W&B logger without an `id` continue the run of the checkpoint."""
     loggers = config.trainer.logger or []
     wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
+    # in a sweep the agent names the run of each process, even if all begin with one checkpoint
     if wandb and config.ckpt_path and "WANDB_RUN_ID" not in os.environ:
         for options, run_id in zip(wandb, saved_ids(config.ckpt_path), strict=False):
             if options.get("id") is None and options.get("version") is None:
@@ -144,8 +134,7 @@ def _refuse_best(config: Namespace) -> None:
 
 def _fit(config: Namespace, root: Path) -> Path:
     given, path = config.trainer.default_root_dir, config.ckpt_path
-    own = _folder_of_job(root, given)
-    if own is not None:
+    if (own := _folder_of_job(root, given)) is not None:
         folder = own
     elif given is not None:
         folder = Path(given)
@@ -227,14 +216,11 @@ def _name(config: Namespace) -> str:
 
 
 def _loggers(logger: Any, folder: str, subcommand: str) -> Any:
-    """Return the configured loggers, writing to the folder, and a CSV logger if there is none.
-
-    Only training is logged to W&B: the run of another command would be nearly empty there.
-    """
+    """Return the configured loggers, writing to the folder, and a CSV logger if there is none."""
     if logger is False:
         return False
     given = logger if isinstance(logger, list) else [] if logger in (None, True) else [logger]
-    if subcommand != "fit":
+    if subcommand != "fit":  # another command's run at W&B would be nearly empty
         given = [one for one in given if not str(one.get("class_path")).endswith("WandbLogger")]
     for one in given:
         options = one.get("init_args")

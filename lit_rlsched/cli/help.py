@@ -80,8 +80,10 @@ def of_command(schema: Node, command: str, topic: str) -> str:
         for group in GROUPS:
             lines += _item(f"{group:11}", schema["properties"][group]["description"], 13, True)
         for base, plural in KINDS.items():
-            names = ", ".join(sorted(class_names(kind)[0] for kind in _listed(schema, base)))
-            lines += _item(f"{plural:11}", names, 13, True)
+            named = filter(None, map(class_names, schema["$defs"][base]["anyOf"]))
+            ours = base == "Callback"
+            shown = sorted(n[0] for n in named if not ours or n[1].startswith("lit_rlsched."))
+            lines += _item(f"{plural:11}", ", ".join(shown), 13, True)
         lines += ["", f"Such as `lit-rlsched {command} --help data`."]
     return "\n".join(lines)
 
@@ -110,11 +112,6 @@ def _class(name: str, kind: Node) -> Iterator[str]:
     yield from _wrapped(f"{name}: {kind.get('description', '')}")
     for argument, node in class_args(kind).items():
         yield from _setting(argument, node, dashes="")
-
-
-def _listed(schema: Node, base: str) -> list[Node]:
-    kinds = filter(class_names, schema["$defs"][base]["anyOf"])
-    return [k for k in kinds if base != "Callback" or class_names(k)[1].startswith("lit_rlsched.")]
 
 
 def class_names(kind: Node) -> list[str]:

@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 # Set before torch is imported. One thread per process, as torchrun does: the trainer and the reward
@@ -28,7 +30,7 @@ from lit_rlsched.callbacks import (
     RolloutProgressBar,
     RoundCheckpoint,
 )
-from lit_rlsched.cli import export as cli_export
+from lit_rlsched.callbacks.what_if import about_of
 from lit_rlsched.cli.errors import (
     DebugOption,
     OnlyInFiles,
@@ -40,6 +42,7 @@ from lit_rlsched.cli.errors import (
 )
 from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
+from lit_rlsched.cli.simulate import calibrate, facts_of, simulate
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
@@ -48,6 +51,9 @@ from lit_rlsched.processes import keep_heap, require_posix
 from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.interrupts import listening, was_requeued
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
+from lit_rlsched.run.saving.export import export, find_checkpoint
+from lit_rlsched.run.saving.gguf import convert
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
 # The package imports its classes on first use; the parser finds imported classes by short name.
@@ -125,7 +131,7 @@ class RolloutTrainer(Trainer):
 class RolloutCLI(LightningCLI):
     """Lightning's command line with this package's defaults, callbacks and run folders."""
 
-    def __init__(self, run: "_Running", **kwargs: Any) -> None:
+    def __init__(self, run: SimpleNamespace, **kwargs: Any) -> None:
         self._run = run
         super().__init__(LightningModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
 
@@ -148,8 +154,8 @@ class RolloutCLI(LightningCLI):
         # for `--help` alone: `main` runs it before Lightning asks for a module and data
         listed = parser._subcommands_action
         assert listed is not None
-        for name in cli_export.COMMANDS:
-            made = cli_export.parser_of(name)
+        for name in COMMANDS:
+            made = _parser_of(name)
             listed.add_subcommand(name, made, help=made.description)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
@@ -235,7 +241,8 @@ class RolloutCLI(LightningCLI):
             try:
                 self.trainer.fit(**kwargs)
             except SIGTERMException:
-                self._report_stop()
+                if self.trainer.is_global_zero:
+                    self._report_stop()
                 raise SystemExit(signals.exit_code) from None
             except (SystemExit, KeyboardInterrupt):
                 if not signals.interrupts:
@@ -244,8 +251,6 @@ class RolloutCLI(LightningCLI):
                 raise SystemExit(signals.exit_code) from None
 
     def _report_stop(self) -> None:
-        if not self.trainer.is_global_zero:
-            return
         for callback in self._callbacks(RolloutLogger):
             callback.on_fit_end(self.trainer, self.trainer.lightning_module)
         self._print_result()
@@ -280,23 +285,90 @@ class RolloutCLI(LightningCLI):
         return (callback for callback in callbacks if isinstance(callback, kind))
 
 
-class _Running:
-    """The command that runs, for error messages."""
+_OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "export": {  # a bool from the signature would need `--adapter=true`
+        "--adapter": {
+            "action": "store_true",
+            "help": "Write the LoRA adapters as a PEFT folder instead of merging them into the "
+            "base.",
+        }
+    },
+    "calibrate": {"run": {"help": "Folder of the run (`runs/quickstart/version_0`)."}},
+    "report": {"runs": {"nargs": "+", "help": "Folders of runs (`runs/quickstart/version_0`)."}},
+}
+"""Arguments that are not made from the function's signature."""
 
-    command = "lit-rlsched"
+
+def _export(ckpt_path: str, **settings: Any) -> str:
+    checkpoint = find_checkpoint(ckpt_path)
+    return f"The model of `{checkpoint}` is in `{export(str(checkpoint), **settings)}`."
+
+
+def _convert(file: str, **settings: Any) -> str:
+    return f"The model of `{file}` is in `{convert(file, **settings)}`."
+
+
+def _report(runs: Sequence[str], out: str | None = None, perfetto: str | None = None) -> str:
+    """Write the report of one or more runs: a page that needs no network.
+
+    Args:
+        runs: Folders of the runs.
+        out: File of the page. By default `report.html` in the folder of the only run, or here.
+        perfetto: File for the timelines as a trace for https://ui.perfetto.dev: .json or .json.gz.
+    """
+    from lit_rlsched.callbacks.report.collect import run_data
+    from lit_rlsched.callbacks.report.page import FILE, write_report, write_trace
+
+    if out is not None and Path(out).suffix != ".html":
+        raise UsageError(f"`--out {out}`: use a name in .html.")
+    if perfetto is not None and not perfetto.endswith((".json", ".json.gz")):
+        raise UsageError(f"`--perfetto {perfetto}`: use a name in .json or .json.gz.")
+    data = [run_data(run, facts_of(about_of(Traces(run))), share=1 / len(runs)) for run in runs]
+    folder = Path(data[0]["folder"]) if len(runs) == 1 else Path()
+    page = folder / FILE if out is None else Path(out)
+    write_report(page, data)
+    said = f"The report is `{page}`: open it in a browser."
+    if perfetto is None:
+        return said
+    trace = write_trace(perfetto, data)
+    return f"{said}\nThe trace is `{trace}`: open it at https://ui.perfetto.dev."
+
+
+COMMANDS: dict[str, tuple[Callable[..., object], Callable[..., str]]] = {
+    "export": (export, _export),
+    "convert": (convert, _convert),
+    "calibrate": (calibrate, calibrate),
+    "simulate": (simulate, simulate),
+    "report": (_report, _report),
+}
+"""For each subcommand without settings of a run the function whose arguments it has, and what says
+what it has done."""
+
+
+def _parser_of(name: str) -> Parser:
+    """Return the parser of a subcommand without settings of a run."""
+    function, own = COMMANDS[name][0], _OWN.get(name, {})
+    parser = Parser(prog=f"lit-rlsched {name}", description=str(function.__doc__).split("\n")[0])
+    parser.add_argument("--debug", action=DebugOption, help="Print the traceback of an error.")
+    skip: set[str | int] = {argument.strip("-") for argument in own}
+    parser.add_function_arguments(function, as_group=False, fail_untyped=False, skip=skip)
+    for argument, settings in own.items():
+        parser.add_argument(argument, **settings)
+    return parser
 
 
 def main(args: ArgsType = None) -> None:
     """Run the command line with these arguments, or those of `sys.argv`."""
     sys.path.insert(0, os.getcwd())  # finds reward functions in modules of the working directory
     keep_heap()
-    run, given = _Running(), sys.argv[1:] if args is None else args
+    run, given = SimpleNamespace(command="lit-rlsched"), sys.argv[1:] if args is None else args
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")
-        if isinstance(given, list) and given and given[0] in cli_export.COMMANDS:
+        if isinstance(given, list) and given and given[0] in COMMANDS:
             run.command = f"lit-rlsched {given[0]}"
-            return cli_export.run(given[0], given[1:])
+            settings = _parser_of(given[0]).parse_args(given[1:]).as_dict()
+            return print(COMMANDS[given[0]][1](**settings), flush=True)
         RolloutCLI(
             run,
             parser_class=Parser,

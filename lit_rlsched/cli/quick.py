@@ -1,13 +1,13 @@
 """Answers of the command line that need no torch: help, version, and mistakes in names and files.
 
-They come from the JSON Schema of configuration files, which `scripts/config_schema.py` makes from
-the parser itself. The parser checks the rest, such as a user's class.
+They come from the schema that `scripts/config_schema.py` makes. The parser checks the rest.
 """
 
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -73,12 +73,9 @@ def answer(args: list[str]) -> None:
         except KeyError as unknown:
             near = did_you_mean(topic, unknown.args[0])
             _refuse(f"`--help {topic}`: there is no such group or class.{near}", command)
-    try:
-        message = next(Check(command).mistakes(rest), None)
-    except Unclear:
-        return
-    if message:
-        _refuse(message, command)
+    with suppress(Unclear):
+        for message in Check(command).mistakes(rest):
+            _refuse(message, command)
 
 
 def _exit(text: str) -> NoReturn:

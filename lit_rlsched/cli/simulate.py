@@ -38,7 +38,6 @@ from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
 
-LOGNORMAL = ("median", "sigma", "between")
 SIZES = (
     *("slots", "engines", "ranks"),
     *("prompts_per_round", "num_generations", "max_completion_length"),
@@ -93,10 +92,8 @@ def _told(fit: Fit) -> list[str]:
 
 
 def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
-            return f"{three_digits(value / size)} {unit}"
-    raise AssertionError
+    unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
+    return f"{three_digits(value / size)} {unit}"
 
 
 def simulate(
@@ -258,16 +255,12 @@ def _workload(
     kind, _, given = lengths.partition(":")
     if kind != "lognormal":
         return Workload.of_file(lengths, limit)
-    values: dict[str, float] = {}
+    pairs = (pair.partition("=") for pair in given.split(",") if pair)
     try:
-        for pair in filter(None, given.split(",")):
-            name, _, value = pair.partition("=")
-            if name not in LOGNORMAL:
-                raise ValueError
-            values[name] = float(value)
-        if not (values["median"] >= 1 and values["sigma"] >= 0):
-            raise ValueError
-        if not 0 <= values.get("between", 0.0) <= 1:
+        values = {name: float(value) for name, _, value in pairs}
+        inside = values["median"] >= 1 and values["sigma"] >= 0
+        inside &= 0 <= values.get("between", 0.0) <= 1
+        if not inside or values.keys() - {"median", "sigma", "between"}:
             raise ValueError
     except (ValueError, KeyError):
         raise UsageError(
@@ -281,11 +274,9 @@ def _workload(
 
 
 def facts_of(about: Mapping[str, Any]) -> RunFacts:
-    """Return facts about a run of these sizes.
+    """Return facts about a run of these sizes, from the traces of a run or of `DEFAULTS`.
 
-    Args:
-        about: Sizes and facts, as in the traces of a run. `DEFAULTS` gives sizes that are not
-            there. Without facts it is a run of `GRPOModule` whose engine has its own process.
+    Without facts there it is a run of `GRPOModule` whose engine has its own process.
     """
     about = {**DEFAULTS, **about}
     sizes = (

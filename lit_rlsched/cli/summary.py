@@ -14,10 +14,6 @@ from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.text import counted, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
-from lit_rlsched.training.run_settings import RunSettings
-
-WIDTH = 100
-"""Number of characters of a line."""
 
 
 class RunSummary(Callback):
@@ -38,27 +34,27 @@ class RunSummary(Callback):
 def summary(trainer: Trainer, module: LightningModule) -> str:
     """Return what a run will do as lines of text; its engine has started."""
     run: TrainingRun = trainer.datamodule.run  # type: ignore[attr-defined]
+    settings = run.settings
     dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
     head = "fast_dev_run" if dry else name_of(Path(trainer.default_root_dir))
     rows = {
         "model": _model(module, str(trainer.precision)),
         "data": _data(run),
-        "round": _round(run.settings),
+        "round": f"{counted(settings.prompts_per_round, 'prompt')} x "
+        f"{counted(settings.num_generations, 'completion')} of at most "
+        f"{settings.sampling.max_completion_length:,} tokens, then "
+        f"{counted(settings.steps_per_epoch, 'optimizer step')}",
         "run": _run(trainer, run),
         "engine": _engine(run),
         "schedule": _schedule(trainer),
         "output": "nothing is written" if dry else _output(trainer),
     }
-    return "\n".join([head, *(_filled(label, text) for label, text in rows.items())])
-
-
-def _filled(label: str, text: str) -> str:
-    """Return the text beside its label, in lines of `WIDTH` characters."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    indents = {"initial_indent": 12 * " ", "subsequent_indent": 12 * " "}
-    wrapper = textwrap.TextWrapper(WIDTH, **indents, **whole)  # type: ignore[arg-type]
-    lines = "\n".join(wrapper.fill(line) for line in text.split("\n"))
-    return f"  {label:10}{lines.lstrip()}"
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent = wrapper.subsequent_indent = 12 * " "
+    for label, text in rows.items():
+        lines = "\n".join(wrapper.fill(line) for line in text.split("\n"))
+        head += f"\n  {label:10}{lines.lstrip()}"
+    return head
 
 
 def _model(module: LightningModule, precision: str) -> str:
@@ -87,15 +83,6 @@ def _data(run: TrainingRun) -> str:
     size = "a stream of" if prompts.stream else f"{len(prompts.train):,}"
     text = f"{name}, {size} prompts to train on"
     return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
-
-
-def _round(settings: RunSettings) -> str:
-    return (
-        f"{counted(settings.prompts_per_round, 'prompt')} x "
-        f"{counted(settings.num_generations, 'completion')} of at most "
-        f"{settings.sampling.max_completion_length:,} tokens, then "
-        f"{counted(settings.steps_per_epoch, 'optimizer step')}"
-    )
 
 
 def _run(trainer: Trainer, run: TrainingRun) -> str:

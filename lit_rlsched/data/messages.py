@@ -42,13 +42,9 @@ def columns_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row whose messages have no None and a string as `content`.
-
-    Arrow gives a message every key that another one has, with the value None; so it does with a
-    row's `prompt`.
-    """
+    """Return a row whose messages have no None and a string as `content`."""
     prompt = row.get("prompt")
-    if prompt is None:
+    if prompt is None:  # Arrow gives a row, and a message, every key that another one has
         return {name: value for name, value in row.items() if name != "prompt"}
     if isinstance(prompt, str):
         return row if type(row) is dict else {**row}
@@ -90,10 +86,8 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> dict[str, Any]
         row = normalized(row)
     except ValueError as error:
         raise UsageError(f"{at(number)} {error}") from None
-    if isinstance(prompt, str):
-        contents = [prompt.strip() and prompt]
-    else:
-        contents = [message["content"] for message in row["prompt"]]
+    text = prompt.strip() and prompt if isinstance(prompt, str) else None
+    contents = [m["content"] for m in row["prompt"]] if text is None else [text]
     if not any(contents) and prompt != NO_PROMPT:
         raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
     for content in contents:
@@ -163,11 +157,7 @@ def without_none(value: Any) -> Any:
 
 
 def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template` for the chat of a row.
-
-    A last message of the assistant is continued, and after any other the assistant's next one
-    begins, unless `add_generation_prompt` or `continue_final_message` is given.
-    """
+    """Return the arguments of `apply_chat_template` for the chat of a row."""
     given = {**settings, **(_column(row, "chat_template_kwargs", Mapping, "a dict") or {})}
     check_template_kwargs(given)
     what = "a list of tools, each with its JSON schema"
@@ -175,7 +165,7 @@ def template_arguments(row: Mapping[str, Any], settings: Mapping[str, Any]) -> d
         given["tools"] = tools  # some templates announce an empty list
     begins = given.pop("add_generation_prompt", None)
     goes_on = given.pop("continue_final_message", None)
-    if goes_on is None:
+    if goes_on is None:  # a last message of the assistant is continued
         goes_on = not begins and prompt_of(row)[-1]["role"] == "assistant"
     if goes_on:  # not every tokenizer knows the argument
         given["continue_final_message"] = goes_on
@@ -207,8 +197,7 @@ def _column(row: Mapping[str, Any], name: str, kind: type, what: str) -> Any:
 class ControlTokens:
     """Counts control tokens in texts, and warns once of each place that they come from.
 
-    A tokenizer makes the token that ends a turn of the text `<|im_end|>`, wherever that stands. The
-    text stays as it is, as the model reads the same where it is served.
+    The text stays as it is, as the model reads the same where it is served.
     """
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
@@ -231,10 +220,7 @@ class ControlTokens:
         )
 
     def of_prompts(self, prompts: Iterable[Prompt]) -> dict[str, float]:
-        """Return `rollout/control_tokens`: how many are in the messages of rows, if there are any.
-
-        A prompt that is a string may be a rendered chat, so it is not looked at.
-        """
+        """Return `rollout/control_tokens`: how many are in messages of rows, if any."""
         found = sum(
             self._count(
                 self._special,
@@ -244,7 +230,7 @@ class ControlTokens:
                 "`rollout/control_tokens`. Take them out of the data if they are not meant",
             )
             for prompt in prompts
-            if not isinstance(prompt.text, str)
+            if not isinstance(prompt.text, str)  # which may be a rendered chat
             for message in prompt.text
         )
         return {"rollout/control_tokens": float(found)} if found else {}

@@ -70,10 +70,7 @@ def cache_folder() -> Path:
 
 
 def mapped(key: str | None, batches: Callable[[], Iterator[pa.RecordBatch]]) -> pa.Table:
-    """Memory-map the file of a key, after writing it if there is none.
-
-    One process writes; the others of the machine wait for it and map the same file.
-    """
+    """Memory-map the file of a key, after one process of the machine has written it."""
     cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -121,10 +118,7 @@ Row = dict[str, Any]
 
 
 class RowTable:
-    """Rows of a data set, with their uids.
-
-    The rows are a list, a `datasets.Dataset`, or JSON in the column `row` of the table.
-    """
+    """Rows (a list, a `datasets.Dataset`, or JSON in a column of the table) with their uids."""
 
     def __init__(self, table: pa.Table, key: str | None, rows: Any = None) -> None:
         self._table = table
@@ -231,10 +225,7 @@ def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_uid(row: Mapping[str, Any], number: int) -> str:
-    """Return the column `uid`, or a hash of all columns.
-
-    One prompt with two answers is two prompts, and a row's uid does not depend on other rows.
-    """
+    """Return the column `uid`, or a hash of all columns, so that it depends on no other row."""
     if (given := row.get("uid")) is not None:
         try:
             return str(given).encode().decode()

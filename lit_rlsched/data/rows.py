@@ -1,7 +1,4 @@
-"""Rows of prompts, read from files, folders, data sets and tasks.
-
-What libraries raise meanwhile becomes an error that names the data, row and column.
-"""
+"""Rows of prompts, read from files, folders, data sets and tasks; errors name row and column."""
 
 import hashlib
 import json
@@ -40,12 +37,9 @@ def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     """Read rows that have a `prompt`, optionally a `uid`, and columns for the reward functions.
 
     The first call writes them, or for a `datasets.Dataset` their uids, to an Arrow file in the
-    cache of `datasets`; further calls on the same content map that file. Rows of a list with
-    values that JSON cannot hold stay in memory.
-
-    The rows of a `datasets.Dataset` are those of `dataset[i]`: decoded, and with its transform,
-    applied once. Formats such as `torch` are left out: rows have plain Python values. Messages are
-    normalized: no entry is None, and the content is a string.
+    cache of `datasets`; further calls on the same content map that file. Rows of a list with values
+    that JSON cannot hold stay in memory. Rows have plain Python values, whatever the data set's
+    format, and normalized messages.
     """
     with naming("rows" if isinstance(spec, list | tuple) else name_of(spec)):
         table = _load(spec)
@@ -267,7 +261,13 @@ def located(at: Callable[[], str]) -> Iterator[None]:
     except (UsageError, MemoryError):
         raise
     except Exception as error:
-        raise unreadable(at(), error) from error
+        why = f"{error!s:.300}".strip().rstrip(".")
+        if isinstance(error, RecursionError):
+            why = "lists or dicts are nested too deeply"
+        raise UsageError(
+            f"{at()} cannot be read ({type(error).__name__}: {why}). Repair it or leave it out; a "
+            "file may have been cut short."
+        ) from error
 
 
 @contextmanager
@@ -280,17 +280,6 @@ def naming(name: str) -> Iterator[None]:
         if name in str(error):
             raise
         raise UsageError(f"`{name}`: {error}") from error
-
-
-def unreadable(at: str, error: Exception) -> UsageError:
-    """Return the error of data that a library cannot read; `at` says where they are."""
-    why = f"{error!s:.300}".strip().rstrip(".")
-    if isinstance(error, RecursionError):
-        why = "lists or dicts are nested too deeply"
-    return UsageError(
-        f"{at} cannot be read ({type(error).__name__}: {why}). Repair it or leave it out; a file "
-        "may have been cut short."
-    )
 
 
 def each(rows: Iterable[Any], at: At) -> Iterator[Any]:
@@ -334,8 +323,7 @@ def json_of(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len(found := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key `{twice}` twice")
@@ -345,14 +333,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_json(path: Path, at: At) -> list[Any]:
     """Read a file that holds a list of rows."""
     text = decoded(path.read_bytes(), path)
-    try:
-        rows = json_of(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise unreadable(_place(text, path, at), error) from error
+    with located(lambda: _place(text, path, at)):
+        try:
+            rows = json_of(text)
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
+            ) from None
     if not isinstance(rows, list):
         raise UsageError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
     return rows

@@ -1,7 +1,4 @@
-"""Sources of prompts: cursors over the data that a checkpoint can restore.
-
-The prompts of a stream (`datasets.IterableDataset`) are read, tokenised and checked when drawn.
-"""
+"""Sources of prompts: cursors over the data, or a stream of it, that a checkpoint can restore."""
 
 import hashlib
 import json
@@ -180,8 +177,9 @@ class DomainSource:
                 positions.setdefault(domain_of(prompt), []).append(position)
             subset = getattr(prompts, "subset", lambda at: [prompts[i] for i in at])
             parts = {domain: subset(at) for domain, at in positions.items()}
-        order = seed, shuffle, multiple
-        self.sources = {d: PromptSource(part, *order) for d, part in parts.items()}
+        self.sources = {
+            domain: PromptSource(part, seed, shuffle, multiple) for domain, part in parts.items()
+        }
 
     @property
     def domains(self) -> Collection[str | None]:
@@ -255,9 +253,8 @@ class RowStream:
 class StreamSource:
     """A cursor over a stream of rows, with the methods of `DomainSource`.
 
-    A pass reads the stream from its beginning, with `shuffle` in the order of its shuffle buffer. A
-    resumed run reads the pass again up to its position, so its next prompts are exactly those of a
-    run that was not stopped. It refuses a stream that begins with other rows.
+    A resumed run reads the pass again up to its position, so its next prompts are exactly those of
+    a run that was not stopped. It refuses a stream that begins with other rows.
     """
 
     domains: Collection[str | None] = (None,)

@@ -31,18 +31,14 @@ class RowTools(Protocol):
         """Everything that decides the tokens of prompts."""
 
     def of(self, columns: Mapping[str, Any]) -> Any:
-        """Return an object with the tools' `schemas`, and a `factory` if it adds to the prompt.
-
-        It is `seeded` if a task is made of a number.
-        """
+        """Return an object with `schemas`, a `factory` if it adds to the prompt, and `seeded`."""
 
 
 class PromptTokenizer:
     """Tokenises the prompts of rows, without truncation.
 
-    Chat messages go through the chat template; `template_arguments` says with what. A string gets
-    the tokenizer's leading special tokens, such as BOS, unless it begins with them. Trailing ones,
-    such as EOS, are left out: a completion would begin after the end.
+    Chat messages go through the chat template. A string gets the tokenizer's leading special
+    tokens, such as BOS, unless it begins with them, and no trailing ones, such as EOS.
     """
 
     def __init__(

@@ -53,16 +53,12 @@ _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The same of the entries of a dict, as text."""
-
-
 _OF_PROCESS = {
     "world_size": ("WORLD_SIZE", "1"),
     "process_index": ("RANK", "0"),
     "local_process_index": ("LOCAL_RANK", "0"),
 }
 """Properties of the process, and torchrun's variables with their defaults."""
-
-
 _IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
 """Settings whose values are others here."""
 
@@ -118,23 +114,23 @@ class _Settings:
         if name == "output_dir" and value is None:
             value = "trainer_output"
         if name in _fields(type(self)) and isinstance(value, str) and value.startswith("{"):
-            value = self._parsed(name, value)
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise UsageError(f"`{type(self).__name__}({name}={value!r})`: {error}.") from error
         if not self._is_accepted(name, value):
             if name not in _WITHOUT_EFFECT:
                 self._refuse(name, value)
             rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
         vars(self)[name] = value
 
-    def _parsed(self, name: str, value: str) -> Any:
-        try:
-            return json.loads(value)
-        except ValueError as error:
-            raise UsageError(f"`{type(self).__name__}({name}={value!r})`: {error}.") from error
-
     def _is_accepted(self, name: str, value: Any) -> bool:
-        if (field := _fields(type(self)).get(name)) is None:
+        cls = type(self)
+        if (field := _fields(cls).get(name)) is None:
             return value in _OFF and bool(counterpart(name, str))  # a name of earlier versions
-        if name not in _unused(type(self)):
+        bases = (base for base in cls.__mro__ if issubclass(base, _Unused))
+        unused = (n for base in bases if not issubclass(base, _Settings) for n in _fields(base))
+        if name in _FREE or name not in unused:
             return True
         default = _default(field)
         if value == default or (value in _OFF and default in _OFF) or value in _ALSO.get(name, ()):
@@ -265,18 +261,12 @@ def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _unused(cls: type) -> set[str]:
-    bases = (base for base in cls.__mro__ if issubclass(base, _Unused))
-    names = (n for base in bases if not issubclass(base, _Settings) for n in _fields(base))
-    return {*names}.difference(_FREE)
-
-
 def _odd_entries(name: str, value: Any) -> dict[str, Any]:
     given = value.to_dict() if hasattr(value, "to_dict") else value
     if not isinstance(given, Mapping):
         return {name: value}
-    allowed = _ENTRIES[name]
-    return {n: v for n, v in given.items() if v not in _OFF and str(v) not in allowed.get(n, ())}
+    usual = _ENTRIES[name]
+    return {n: v for n, v in given.items() if v not in _OFF and str(v) not in usual.get(n, ())}
 
 
 def by_our_names(args: Any, owner: str) -> dict[str, Any]:

@@ -54,10 +54,7 @@ class History(Callback, Logger):
         """Keep nothing: the settings are the script's."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the entry of an optimizer step; a validation has its own.
-
-        A step is counted from 1, as in TRL; Lightning gives the number of those before it.
-        """
+        """Add metrics to the entry of an optimizer step, from 1; a validation has its own."""
         figures = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if any(name.startswith("val/") for name in figures):
             self._add(with_their_names(figures), self._step)
