@@ -313,10 +313,6 @@ def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -
     return counterpart(name, written) or did_you_mean(name, known)
 
 
-MAX_ENTRIES = 100
-"""Longer lists are shown by their length."""
-
-
 class _ConstructorSignature:
     """Is the signature of `__init__` for `inspect`, which would take that of `__new__`."""
 
@@ -415,8 +411,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        many = len(value) > MAX_ENTRIES
-        return f"{len(value)} entries" if many else [plain(entry) for entry in value]
+        return f"{len(value)} entries" if len(value) > 100 else [plain(entry) for entry in value]
     if isinstance(value, PurePath):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):

@@ -38,7 +38,6 @@ from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
 
-LOGNORMAL = ("median", "sigma", "between")
 SIZES = (
     *("slots", "engines", "ranks"),
     *("prompts_per_round", "num_generations", "max_completion_length"),
@@ -259,8 +258,9 @@ def _workload(
     pairs = (pair.partition("=") for pair in given.split(",") if pair)
     try:
         values = {name: float(value) for name, _, value in pairs}
-        known = values["median"] >= 1 and values["sigma"] >= 0 and values.keys() <= {*LOGNORMAL}
-        if not (known and 0 <= values.get("between", 0.0) <= 1):
+        inside = values["median"] >= 1 and values["sigma"] >= 0
+        inside &= 0 <= values.get("between", 0.0) <= 1
+        if not inside or values.keys() - {"median", "sigma", "between"}:
             raise ValueError
     except (ValueError, KeyError):
         raise UsageError(

@@ -15,9 +15,6 @@ from lit_rlsched.text import counted, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
 
-WIDTH = 100
-"""Number of characters of a line."""
-
 
 class RunSummary(Callback):
     """Prints what a run will do, once its settings were checked and its engine has started."""
@@ -52,7 +49,7 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
         "schedule": _schedule(trainer),
         "output": "nothing is written" if dry else _output(trainer),
     }
-    wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent = wrapper.subsequent_indent = 12 * " "
     for label, text in rows.items():
         lines = "\n".join(wrapper.fill(line) for line in text.split("\n"))

@@ -388,14 +388,14 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(ratio)
-        total, metrics = self._total, self._figures.compute()
+        metrics = self._figures.compute()
         learning_rate = optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
         optimizer.step()  # type: ignore[union-attr]
         for scheduler in due_schedulers(self.trainer):
             self.lr_scheduler_step(scheduler, None)
         # Lightning discards what was logged before the optimizer's hooks.
         self.log("learning_rate", learning_rate, batch_size=1)
-        self.log("loss", total, prog_bar=True, batch_size=1)
+        self.log("loss", self._total, prog_bar=True, batch_size=1)
         self.log_dict(metrics, batch_size=1)
 
     def _add_nothing(self, step: OptimizerStep) -> None:

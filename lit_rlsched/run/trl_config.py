@@ -53,16 +53,12 @@ _ENTRIES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """The same of the entries of a dict, as text."""
-
-
 _OF_PROCESS = {
     "world_size": ("WORLD_SIZE", "1"),
     "process_index": ("RANK", "0"),
     "local_process_index": ("LOCAL_RANK", "0"),
 }
 """Properties of the process, and torchrun's variables with their defaults."""
-
-
 _IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
 """Settings whose values are others here."""
 
