@@ -179,13 +179,6 @@ def test_rounding_of_weighted_rewards_does_not_keep_a_group_from_stopping(weight
     assert stop(2, 0.0, round(sum(weights), 6), weights).stops(some)
 
 
-def test_informative():
-    assert informative([0.0, 1.0]) and informative([0.5, np.nan, 0.75])
-    assert not informative([1.0, 1.0, np.nan]) and not informative([1.0, np.nan])
-    assert not informative([np.nan]) and not informative([])
-    assert not informative([0.1] * 7)
-
-
 def test_a_group_from_which_nothing_can_be_learned_is_dropped():
     equal, differs = group("a", {0: 1.0, 1: 1.0}), group("a", {0: 1.0, 1: 0.0})
     assert is_uninformative(equal, [1.0])
