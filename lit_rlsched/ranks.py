@@ -228,11 +228,15 @@ class DistributedTeam(Team):
         try:
             result = draw()
         except BaseException as error:
-            self._tell(_FAIL, _portable(error))
+            from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+            said = f"Rank 0, which draws, has failed: {type(error).__name__}: {error}"
+            stops = isinstance(error, SIGTERMException)
+            self.broadcast((_FAIL, SIGTERMException(*error.args) if stops else RankFailed(said)))
             raise
         finally:
             self.leading = False
-        self._tell(_END, result)
+        self.broadcast((_END, result))
         return result
 
     def call(self, name: str, task: Callable[..., T], *args: Any) -> T:
@@ -282,10 +286,7 @@ class DistributedTeam(Team):
     def _ask(self, kind: str, name: str, args: Sequence[Any]) -> None:
         if not self.leading:
             raise RuntimeError(f"The task `{name}` was called outside of `Team.lead`.")
-        self._tell(kind, name, args)
-
-    def _tell(self, *message: Any) -> None:
-        self.broadcast(message)
+        self.broadcast((kind, name, args))
 
     def _follow(self, tasks: Mapping[str, Callable[..., Any]]) -> Any:
         """Run the tasks that the leader calls; return the result of its `draw`."""
@@ -319,12 +320,3 @@ class DistributedTeam(Team):
         if gathered is None:
             return []
         return [gathered[i % self.size][i // self.size] for i in range(len(items))]
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Return an exception that can be sent to other ranks and says where it comes from."""
-    from lightning.pytorch.utilities.exceptions import SIGTERMException  # not where an engine is
-
-    if isinstance(error, SIGTERMException):
-        return SIGTERMException(*error.args)
-    return RankFailed(f"Rank 0, which draws, has failed: {type(error).__name__}: {error}")

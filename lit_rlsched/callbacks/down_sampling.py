@@ -6,7 +6,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
-from lit_rlsched.scheduling.down_sampling import Rule, check_early_stop
+from lit_rlsched.scheduling.down_sampling import Rule
+from lit_rlsched.settings import UsageError
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.schedule import RunFacts, Schedule
 from lit_rlsched.training.selection import Selection
@@ -64,7 +65,21 @@ class DownSampling(RolloutCallback):
         reward_range: tuple[float, float] = (0.0, 1.0),
         min_length_ratio: float = 0.9,
     ) -> None:
-        check_early_stop(early_stop, rule, reward_range, min_length_ratio)
+        if early_stop and rule != "max_variance":
+            raise UsageError(
+                f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
+                "variance. Use `rule='max_variance'`, or leave `early_stop` out."
+            )
+        low, high = reward_range
+        if low >= high:
+            raise UsageError(
+                f"`DownSampling({reward_range=})`: give the smallest reward, then the largest."
+            )
+        if not early_stop and (low, high, min_length_ratio) != (0.0, 1.0, 0.9):
+            raise UsageError(
+                f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
+                "they have no effect. Set it, or leave them out."
+            )
         self.keep = keep
         self.rule: Rule = rule
         self.advantage_scope, self.drop_uninformative = advantage_scope, drop_uninformative

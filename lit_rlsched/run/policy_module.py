@@ -378,8 +378,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         if self._team.size > 1:
             ours = float(self._total), self._figures.to("cpu")
             self._total, self._figures = 0.0, StepMetrics()
-            for total, figures in self._team.all_gather(ours):
-                self._total += total
+            for loss, figures in self._team.all_gather(ours):
+                self._total += loss
                 self._figures.add(figures)
         if step.accumulated:  # parts that were divided by a provisional divisor
             by = divides_by(self._hp.loss_type)

@@ -34,14 +34,8 @@ class FitSettings:
     `configure_optimizers`, and `limit_train_batches`, `overfit_batches` and `fast_dev_run` take the
     first optimizer steps of a round, as they do with manual optimization.
 
-    Args:
-        trainer: A Trainer about to fit, with its module and data module.
-        steps_per_round: Number of optimizer steps per round, iterations included.
-        record: Gets what the module logs.
-        timeline: Returns what gets the times of updates, if it is there.
-
-    Raises:
-        UsageError: a limit leaves no step, or `accumulate_grad_batches` is set.
+    The Trainer is about to fit and has its module and data module. `record` gets what the module
+    logs, and what `timeline` returns the times of updates.
     """
 
     def __init__(
@@ -60,7 +54,17 @@ class FitSettings:
         if self.steps and trainer.log_every_n_steps > self.steps:  # type: ignore[attr-defined]
             self._set(log_every_n_steps=self.steps)
         if self.steps and trainer.lightning_module.automatic_optimization:
-            self._adapt_automatic_optimization(trainer)
+            check_accumulation(trainer)
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):
+                self._add(MicroBatchAccumulation())
+            # the loader itself ends at the limit, and the callback accumulates
+            self._set(limit_train_batches=1.0, accumulate_grad_batches=1)
+            # `estimated_stepping_batches` takes the length of this loader, which nothing iterates
+            # over
+            trainer.fit_loop._combined_loader = CombinedLoader(range(self.steps))
+            trainer.fit_loop.max_batches = self.steps
+            self._counting = True
         self._add(Recorder(record, timeline))
         self._add(CallbackStates())
 
@@ -73,18 +77,6 @@ class FitSettings:
         if trainer.max_steps >= 0 and self.steps:
             ends.append(-(-(trainer.max_steps - trainer.global_step) // self.steps))
         return min(ends, default=None)
-
-    def _adapt_automatic_optimization(self, trainer: Trainer) -> None:
-        check_accumulation(trainer)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(c, MicroBatchAccumulation) for c in callbacks):
-            self._add(MicroBatchAccumulation())
-        # the loader itself ends at the limit, and the callback accumulates
-        self._set(limit_train_batches=1.0, accumulate_grad_batches=1)
-        # `estimated_stepping_batches` takes the length of this loader, which nothing iterates over
-        trainer.fit_loop._combined_loader = CombinedLoader(range(self.steps))
-        trainer.fit_loop.max_batches = self.steps
-        self._counting = True
 
     def begin(self) -> None:
         """Let the Trainer use the real loader; called once optimizers are configured."""
@@ -163,12 +155,8 @@ def log_now(
     """Send metrics to every logger and make them available to callbacks that monitor them.
 
     Lightning refuses `self.log` between its hooks, and would repeat the metrics of a round at each
-    of its steps. `LearningRateMonitor` logs in the same way.
-
-    Args:
-        trainer: Trainer whose loggers are used.
-        metrics: Values by name.
-        step: Position on the x-axis of the loggers. Default: the number of optimizer steps taken.
+    of its steps. `LearningRateMonitor` logs in the same way. `step` is the position on the x-axis
+    of the loggers, by default the number of optimizer steps taken.
     """
     plain = {name: float(value) for name, value in metrics.items()}
     if step is None:
@@ -347,11 +335,7 @@ class MicroBatchAccumulation(Callback):
         trainer.accumulate_grad_batches = 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check that the module uses automatic optimization.
-
-        Raises:
-            UsageError: it does not.
-        """
+        """Refuse a module that optimizes manually."""
         if stage == "fit" and not pl_module.automatic_optimization:
             raise UsageError(
                 f"`{type(pl_module).__name__}` optimizes manually and loops over micro-batches "

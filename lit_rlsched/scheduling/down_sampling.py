@@ -18,28 +18,6 @@ Rule = Literal["max_variance", "max_reward", "percentile", "random"]
 _ROUNDING = 1e-12  # variances that differ by less than this share of the largest count as equal
 
 
-def check_early_stop(
-    early_stop: bool, rule: Rule, reward_range: tuple[float, float], min_length_ratio: float
-) -> None:
-    """Check the arguments of `DownSampling` that concern `early_stop`."""
-    if early_stop and rule != "max_variance":
-        raise UsageError(
-            f"`DownSampling(early_stop=True, {rule=})`: groups stop at the largest possible "
-            "variance. Use `rule='max_variance'`, or leave `early_stop` out."
-        )
-    low, high = reward_range
-    if low >= high:
-        raise UsageError(
-            f"`DownSampling({reward_range=})`: give the smallest reward, then the largest."
-        )
-    unused = (*reward_range, min_length_ratio) != (0.0, 1.0, 0.9)
-    if unused and not early_stop:
-        raise UsageError(
-            f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
-            "they have no effect. Set it, or leave them out."
-        )
-
-
 def max_variance(rewards: ArrayLike, keep: int) -> np.ndarray:
     """Choose the `keep` completions of each group whose rewards have the largest variance.
 

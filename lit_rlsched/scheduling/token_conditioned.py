@@ -170,11 +170,7 @@ class TokenConditioned(LengthPredictor):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state.
-
-        Raises:
-            UsageError: The state was saved with another number of features.
-        """
+        """Restore the state; refuse that of another number of features."""
         if len(state["moment"]) != self.size:
             raise UsageError(
                 f"this `TokenConditioned` has {self.size} features, the saved one "

@@ -69,8 +69,7 @@ def test_an_empty_trace():
 def test_gradients_of_a_round_that_decoded_nothing():
     trace = RolloutTrace(slots=1)
     trace.worked(1.0, 2.0)
-    assert trace.work_seconds == 1.0
-    assert trace.overlap_seconds == 0
+    assert trace.work_seconds == 1.0 and trace.overlap_seconds == 0
 
 
 def test_every_figure_of_a_round_by_hand():
