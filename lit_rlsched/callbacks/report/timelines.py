@@ -192,7 +192,8 @@ def _between(
                 merged[-1] = merged[-1][0], b, does
             elif b - a >= gap / 8 or not merged:
                 merged.append((a, b, does))
-        starts, ends = ([round(1000 * (of[i] - start)) for of in merged] for i in (0, 1))
+        starts = [round(1000 * (a - start)) for a, _, _ in merged]
+        ends = [round(1000 * (b - start)) for _, b, _ in merged]
         what = [does for *_, does in merged]
         found.append({"lane": lane, "start": starts, "end": ends, "what": what})
     return found
