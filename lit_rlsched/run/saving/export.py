@@ -206,8 +206,8 @@ def _generation_config(
     """The base's special tokens with the sampling of the run."""
     with suppress(OSError):  # without the file, the model's config has the tokens
         model.generation_config = GenerationConfig.from_pretrained(base)
-    names = ("bos_token_id", "pad_token_id")
-    tokens = {name: getattr(model.generation_config, name) for name in names}
+    given = model.generation_config
+    tokens = {name: getattr(given, name) for name in ("bos_token_id", "pad_token_id")}
     tokens["eos_token_id"] = list(eos_token_ids(model, tokenizer)) or None
     names = ("temperature", "top_p", "top_k", "min_p")
     drawn = {name: sampling[name] for name in names if name in sampling}
