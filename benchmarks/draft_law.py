@@ -11,8 +11,8 @@ the trainer's. Cells with less than 0.5 % of the expected completions count as o
 
 `right` runs have `RolloutWindow`, with as many slots as a round or with fewer, so that drafts
 begin early enough to reach the limit. They must have p-values that are uniform: ten seeds are
-combined by Fisher's method. Each other case makes one mistake that the package does not make, and must be found in every seed, with
-p < 1e-6:
+combined by Fisher's method. Each other case makes one mistake that the package does not make, and
+must be found in every seed, with p < 1e-6:
 
 - `stale`: drafts are trained on as they are;
 - `ended drafts are not verified`, but cut ones are;

@@ -136,9 +136,9 @@ def test_one_message_about_a_file(refused, tmp_path, text, said):
 
 
 def test_what_a_callback_refuses_is_said_in_its_words(refused):
-    one = "--trainer.callbacks+=InFlightUpdates", "--trainer.callbacks.max_staleness=-1"
+    one = "--trainer.callbacks+=AsyncRollout", "--trainer.callbacks.max_staleness=-1"
     said = refused(*one)
-    assert said.startswith("`InFlightUpdates(max_staleness=-1)`: must be a whole number, 1 or more")
+    assert said.startswith("`AsyncRollout(max_staleness=-1)`: must be a whole number, 1 or more")
     assert "\n" not in said
 
 

@@ -7,7 +7,7 @@ from seen_rounds import At, Rounds, gradient_norm, logged, vector
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, SortedBatching
+from lit_rlsched.callbacks import MicroGroupSampling, RolloutWindow
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
@@ -127,7 +127,7 @@ def test_gradient_checkpointing_changes_nothing(fit, tiny_model):
 def test_bf16_mixed(fit, tiny_model):
     trainer, module, _ = fit(
         GRPOModule(tiny_model, learning_rate=1e-3),
-        callbacks=[SortedBatching(2, mode="verified"), MicroGroupSampling(slots=10)],
+        callbacks=[RolloutWindow(), MicroGroupSampling(slots=10)],
         engine=VLLMEngine(),
         trainer={"precision": "bf16-mixed"},
     )
