@@ -9,9 +9,10 @@ which are verified. The statistic is Pearson's chi-square of the second round's 
 length, end (EOS or cut at the limit) and first three tokens, against the newest policy, which is
 the trainer's. Cells with less than 0.5 % of the expected completions count as one.
 
-`right` runs must have p-values that are uniform: ten seeds are combined by Fisher's method. Each
-other case makes one mistake that the package does not make, and must be found in every seed, with
-p < 1e-6:
+`right` runs have `RolloutWindow`, with as many slots as a round or with fewer, so that drafts
+begin early enough to reach the limit. They must have p-values that are uniform: ten seeds are
+combined by Fisher's method. Each other case makes one mistake that the package does not make, and
+must be found in every seed, with p < 1e-6:
 
 - `stale`: drafts are trained on as they are;
 - `ended drafts are not verified`, but cut ones are;
@@ -74,7 +75,7 @@ def _fates() -> dict[str, Callable[[Draft, bool], Fate]]:
 
 FATES = _fates()
 WEIGHTS, NOISE = "another version's weights", "noise comes again"
-RIGHT = ("right, AheadRollout", "right, DrainFilling")
+RIGHT = ("right", "right, fewer slots")
 CASES = (*RIGHT, *FATES, WEIGHTS, NOISE)
 RATES = {
     **dict.fromkeys(CASES, (LARGE,)),
@@ -122,24 +123,20 @@ def same_noise() -> Iterator[None]:
     `VLLMEngine` takes other noise for a request that has tokens; this is left out, too.
     """
     from lit_rlsched.engines import _vllm_worker as _vllm_noise
-    from lit_rlsched.rollout import controller, next_drafts
+    from lit_rlsched.rollout import controller
     from lit_rlsched.types import Completion, stable_hash
 
     def seed(run: int, group: Group, completion: Completion, version: int, salt: str = "") -> int:
         return stable_hash(run, group.prompt.uid, completion.index)
 
     noise: Any = _vllm_noise.Noise
-    modules: list[Any] = [controller, next_drafts]
+    module: Any = controller
     before = controller.completion_seed, noise.seed
-    for module in modules:
-        module.completion_seed = seed
-    noise.seed = lambda self, request: request.seed
+    module.completion_seed, noise.seed = seed, lambda self, request: request.seed
     try:
         yield
     finally:
-        for module in modules:
-            module.completion_seed = before[0]
-        noise.seed = before[1]
+        module.completion_seed, noise.seed = before
 
 
 def reward(completions: Sequence[str], **columns: Any) -> list[float]:
@@ -182,13 +179,8 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
     from lightning import Trainer, seed_everything
 
     from lit_rlsched import GRPOModule, RolloutDataModule
-    from lit_rlsched.callbacks import (
-        AheadRollout,
-        DrainFilling,
-        MicroGroupSampling,
-        RolloutCallback,
-    )
-    from lit_rlsched.engines import ProcessEngine, VLLMEngine
+    from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback, RolloutWindow
+    from lit_rlsched.engines import VLLMEngine
 
     class Second(RolloutCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -199,13 +191,13 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
             self.round, self.policy = round, copy.deepcopy(pl_module.model).eval()
 
     seed_everything(seed, verbose=False)
-    beside, generations = case == RIGHT[0], GENERATIONS * (MORE if case == NOISE else 1)
+    generations = GENERATIONS * (MORE if case == NOISE else 1)
     # the last eighth of a round waits, so that most slots begin drafts when it gets the first ones
-    fills = [MicroGroupSampling(slots=PROMPTS * generations * 7 // 8), DrainFilling()]
+    fewer = [MicroGroupSampling(slots=PROMPTS * generations * 7 // 8)] * (case != RIGHT[0])
     data = RolloutDataModule(
         [{"prompt": "0123", "uid": str(i)} for i in range(2 * PROMPTS)],
         [reward],
-        engine=ProcessEngine(VLLMEngine()) if beside else VLLMEngine(),
+        engine=VLLMEngine(),
         prompts_per_round=PROMPTS,
         num_generations=generations,
         max_completion_length=LIMIT,
@@ -222,7 +214,7 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[second, *([AheadRollout()] if beside else fills)],
+        callbacks=[second, RolloutWindow(), *fewer],
     )
     trainer.fit(GRPOModule(model, learning_rate=rate), datamodule=data)
     return second.round, second.policy

@@ -52,7 +52,6 @@ RARE = {
         "tools; `tests/environments`",
     ),
     "rollout/control_tokens": "rows with tokens of the chat template",
-    "in_flight/cache_kl": "`cache='keep'`",
     "dropped/stale": "a completion that was drawn under a larger `max_staleness`",
     "dropped/limit_train_batches": "a Trainer that stops within a round",
     "dropped/new_trainer": "a second Trainer",

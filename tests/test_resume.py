@@ -25,12 +25,11 @@ KILLED = {
     "partial": "resumed 5",  # while completions that another round began are gone on with
     "tail": "harvest 2",  # while the first long round is drawn
     "streamed": "harvest 2",  # the same, and some gradients are there
-    "ahead": "harvest 2",  # while drafts that were cut go on
-    "ahead streamed": "step 6",  # after a round, whose next one is drawn
-    "in flight": "step 1",  # in the middle of an update, while the next round is drawn
-    "drafts": "step 2",  # at the start of the update of a round that went on from drafts
-    "losers go on": "harvest 1",  # while a round is drawn in which what lost the first one goes on
-    "drain": "round_end 2",
+    "window": "harvest 2",  # while tokens that were verified go on
+    "window overtaking": "step 2",  # at the start of the update of a round that went on from them
+    "window streamed": "round_end 2",
+    "async": "step 6",  # after a round, whose next one is drawn
+    "async waiting": "step 1",  # in the middle of an update, while the next round is drawn
     "selected": "round_end 2",  # all drawn and selected, nothing trained on
 }
 """Where each other schedule is killed."""
@@ -85,14 +84,14 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         assert whole["num_discarded_tokens"] > 0
         return
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
-    goes_on = schedule in ("partial", "in flight")
+    goes_on = schedule in ("partial", "async", "async waiting")
     assert (whole["num_discarded_tokens"] > 0) != goes_on
     assert (max(whole["spans"]) > 1) == goes_on
-    if schedule in ("drafts", "losers go on", "drain"):
-        assert whole["recovered"] > 0 and (whole["drafts"] or schedule == "drain")
-    if schedule not in ("on_policy", "partial", "in flight"):
+    if schedule in ("window", "window overtaking", "window streamed"):
+        assert whole["recovered"] > 0 and whole["drafts"]
+    if schedule not in ("on_policy", "partial"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
-    if schedule in ("tail", "drafts"):
+    if schedule == "tail":
         assert whole["dropped"]["dropped/stopped"] > 0
 
 
@@ -103,9 +102,9 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         ("VLLMEngine", "full", ["TERM completion 40"]),
         ("TransformersEngine", "automatic optimization", ["TERM micro 1"]),
         ("TransformersEngine", "partial", ["TERM resumed 5"]),
-        ("TransformersEngine", "ahead importance", ["TERM round_end 1"]),
-        ("TransformersEngine", "ahead", ["TERM step 1"]),
-        ("TransformersEngine", "ahead streamed", ["TERM micro 4"]),  # beside the rollout
+        ("TransformersEngine", "async waiting", ["TERM round_end 1"]),
+        ("TransformersEngine", "async", ["TERM step 1"]),
+        ("TransformersEngine", "window streamed", ["TERM micro 4"]),  # beside the rollout
     ],
 )
 def test_stopped_anywhere_and_resumed_equals_never_stopped(

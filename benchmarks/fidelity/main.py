@@ -106,10 +106,8 @@ def measured(traces: Traces) -> tuple[list[dict[str, float]], float, float]:
 def predicted_seconds(rounds: Sequence[SimulatedRound], name: str) -> float:
     """Return the seconds of the same laps: an update, and the rollout after it or beside it."""
     pairs = [*pairwise(rounds)][1:]
-    if name == "AheadRollout, importance":
+    if name == "AsyncRollout":
         return sum(before.seconds for before, _ in pairs)
-    if name == "AheadRollout, verify":
-        return sum(after.seconds for _, after in pairs)
     return sum(before.update + after.around + after.rollout for before, after in pairs)
 
 

@@ -48,9 +48,8 @@ ROWS: dict[str, Row] = {
     "SortedBatching, partial": rollouts(16, ("SortedBatching", {"mode": "partial"})),
     "SortedBatching, on_policy": rollouts(16, ("SortedBatching", {"mode": "on_policy"})),
     "TailBatching": rollouts(16, "TailBatching"),
-    "DrainFilling": rollouts(16, "DrainFilling"),
+    "RolloutWindow": rollouts(16, "RolloutWindow"),
     UPDATES: updates(),
     "DownSampling": updates(("DownSampling", {"keep": 4})),
-    "AheadRollout, importance": updates(("AheadRollout", {"correction": "importance"})),
-    "AheadRollout, verify": updates("AheadRollout"),
+    "AsyncRollout": updates("AsyncRollout"),
 }

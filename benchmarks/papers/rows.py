@@ -60,28 +60,24 @@ def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
     beside its update are the completions of the third round, whose rollout alone is another row.
     """
     here = slots(number)
-    importance = ("AheadRollout", {"correction": "importance"})
     apart: dict[str, Any] = {"threads": 1, "own_process": True, "rounds": 1, "after": 1}
     name = f"{number} slots"
     rows = {
         name: Row(callbacks(here)),
         f"{name}, longest first": Row(callbacks(*longest_first(number))),
-        f"{name}, DrainFilling": Row(callbacks(here, "DrainFilling")),
+        f"{name}, RolloutWindow, streamed": Row(
+            callbacks(here, "RolloutWindow", "StreamedTraining"), **apart
+        ),
+        f"{name}, RolloutWindow(overtake=2), streamed": Row(
+            callbacks(here, ("RolloutWindow", {"overtake": 2}), "StreamedTraining"), **apart
+        ),
         f"{name}, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
         f"{name}, second round": Row(callbacks(here), rounds=1),
         f"{name}, own process": Row(callbacks(here), **{**apart, "after": 0}),
         f"{name}, own process, third rollout": Row(
             callbacks(here), **{**apart, "after": 0, "warm_up": 2, "trains": False}
         ),
-        f"{name}, AheadRollout, importance": Row(callbacks(here, importance), **apart),
-        f"{name}, AheadRollout, verify": Row(callbacks(here, "AheadRollout"), **apart),
-        f"{name}, AheadRollout, DownSampling": Row(
-            callbacks(here, "AheadRollout", ("DownSampling", {"keep": 2})), **apart
-        ),
-        f"{name}, InFlightUpdates": Row(callbacks(here, "InFlightUpdates"), **apart),
-        f"{name}, InFlightUpdates, turns 512": Row(
-            callbacks(here, ("InFlightUpdates", {"turns": 512})), **apart
-        ),
+        f"{name}, AsyncRollout": Row(callbacks(here, "AsyncRollout"), **apart),
     }
     if precision is None:
         return rows
@@ -100,7 +96,7 @@ def rollouts(number: int) -> dict[str, Row]:
         "in turn": callbacks(slots(number, refill="rounds")),
         "continuous": callbacks(here),
         "longest first": callbacks(*longest_first(number)),
-        "DrainFilling": callbacks(here, "DrainFilling"),
+        "RolloutWindow": callbacks(here, "RolloutWindow"),
     }
     return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
 
@@ -128,14 +124,12 @@ def pools(number: int) -> dict[str, Row]:
         f"{name}, SortedBatching, {mode}": Row(
             callbacks(here, ("SortedBatching", {"mode": mode})), **four
         )
-        for mode in ("on_policy", "partial", "verified")
+        for mode in ("on_policy", "partial")
     }
-    drafts = ("TailBatching", {"reuse_drafts": True})
     return {
         f"{name}, four steps a round": Row(callbacks(here), **once),
         **sorted_modes,
         f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle),
-        f"{name}, TailBatching, drafts": Row(callbacks(here, drafts), **cycle),
     }
 
 

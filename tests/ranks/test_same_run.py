@@ -59,8 +59,8 @@ VARIANTS = {
         "data": {"mask_truncated_completions": True},
         "callbacks": {"DownSampling": {"keep": 2}, "DynamicSampling": {}, "AdaptiveTimeouts": {}},
     },
-    "drawn ahead, with updates in flight": {
-        "callbacks": {"InFlightUpdates": {"turns": 4}},
+    "drawn beside updates": {
+        "callbacks": {"AsyncRollout": {"too_old": "wait"}},
         "engine": "TransformersEngine",
         "data": {"steps_per_round": 2},
         "rounds": 3,
@@ -134,21 +134,16 @@ def test_completions_share_a_prompt_on_all_ranks(run, exact_model, streamed):
 
 @pytest.mark.slow
 def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
-    drafts = {
-        "callbacks": {"TailBatching": {"completion_ratio": 1.25, "reuse_drafts": True}},
-        "rounds": 4,
-    }
-    ahead = {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine", "rounds": 4}
-    filled = {"callbacks": {"DrainFilling": {}}, "rounds": 4}
-    in_flight = {"InFlightUpdates": {"turns": 4, "max_staleness": 1, "too_old": "verify"}}
+    window = {"callbacks": {"RolloutWindow": {}}, "rounds": 4}
+    overtaking = {"callbacks": {"RolloutWindow": {"overtake": 2}}, "rounds": 4}
     mixed = {
-        "callbacks": in_flight,
+        "callbacks": {"AsyncRollout": {"max_staleness": 1}},
         "engine": "TransformersEngine",
         "data": {"steps_per_round": 2},
         "rounds": 4,
     }
     plain = {"plain": True}
-    for variant in (drafts, ahead, filled, mixed, plain):
+    for variant in (window, overtaking, mixed, plain):
         exact = {"precision": "64-true", **variant}
         check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
 
@@ -169,20 +164,15 @@ def test_half_precision(run, precision):
 
 REFUSED = {
     "shared prefix": ({"module": {"shared_prefix": True}}, FSDP2, "shared_prefix=True"),
-    "drafts": (
-        {"callbacks": {"TailBatching": {"reuse_drafts": True}}},
+    "window": (
+        {"callbacks": {"RolloutWindow": {}}},
         FSDP2,
-        "Verified drafts with",
+        "tokens are verified with weights of earlier policy versions",
     ),
-    "drafts of the next round": (
-        {"callbacks": {"AheadRollout": {}}, "engine": "TransformersEngine"},
+    "tokens of several policies": (
+        {"callbacks": {"AsyncRollout": {"too_old": "verify"}}, "engine": "TransformersEngine"},
         FSDP2,
-        "correction='verify'",
-    ),
-    "drafts of several policies": (
-        {"callbacks": {"InFlightUpdates": {"too_old": "verify"}}, "engine": "TransformersEngine"},
-        FSDP2,
-        "too_old='verify'",
+        "`AsyncRollout(too_old='wait')`",
     ),
     "planner": ({"callbacks": {"ParallelismPlanner": {}}}, DDP, "ParallelismPlanner"),
     "slots": (
