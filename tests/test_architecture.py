@@ -1,6 +1,10 @@
 """docs/explanation/architecture.md is what the code is."""
 
+import ast
+import io
 import re
+import tokenize
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,3 +111,31 @@ def test_every_switch_is_in_the_table_of_systems():
 def test_no_file_of_the_package_is_above_500_lines():
     for path in (ROOT / "lit_rlsched").rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 500, path
+
+
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+
+def size(source: str) -> dict[str, int]:
+    """Lines, lines of code (neither blank, comment, docstring nor import) and functions."""
+    tree, tokens = ast.parse(source), tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {n for t in tokens if t.type not in NOT_CODE for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(tree):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        text = text and isinstance(node.value.value, str)
+        if text or isinstance(node, (ast.Import, ast.ImportFrom)):
+            code -= {*range(node.lineno, node.end_lineno + 1)}
+    lines = len(source.splitlines())
+    functions = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return {"lines": lines, "code": len(code & {*range(lines + 1)}), "functions": len(functions)}
+
+
+def test_the_package_keeps_its_budget():
+    """It falls with what is removed, so that the room does not fill up again unseen."""
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["budget"]
+    sizes = [size(path.read_text()) for path in (ROOT / "lit_rlsched").rglob("*.py")]
+    has = {name: sum(one[name] for one in sizes) for name in sizes[0]} | {"files": len(sizes)}
+    assert all(has[name] <= most for name, most in allowed.items()), has
+    assert all(has[name] > 0.99 * most - 1 for name, most in allowed.items()), "lower the budget"
