@@ -242,7 +242,7 @@ MODULES = [
         for shape in ((3, 1), (4,), (2, 0))
         for rule in ADVANTAGES
     ),
-    bad(group_relative, "='std'`.*'group', 'batch' or 'none'", torch.zeros(1, 2), "std"),
+    bad(group_relative, "='std'.*'group', 'batch', 'none'", torch.zeros(1, 2), "std"),
 ]
 
 DATA_MODULES = [

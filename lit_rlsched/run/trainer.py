@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -53,6 +54,10 @@ class FitSettings:
         """Number of optimizer steps taken per round."""
         if self.steps and trainer.log_every_n_steps > self.steps:  # type: ignore[attr-defined]
             self._set(log_every_n_steps=self.steps)
+        bar = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
+            # Lightning writes `Epoch 1/-2`
+            bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
         if self.steps and trainer.lightning_module.automatic_optimization:
             check_accumulation(trainer)
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -88,6 +93,7 @@ class FitSettings:
     def undo(self) -> None:
         """Restore the Trainer's own settings; safe to call twice."""
         self.begin()
+        vars(self._trainer.progress_bar_callback or self).pop("_get_train_description", None)
         for name, value in self._before.items():
             setattr(self._trainer, name, value)
         self._before = {}
