@@ -85,10 +85,12 @@ def test_killed_anywhere_and_resumed_equals_never_stopped(
         return
     assert whole["num_completions"] == 3 * len(whole["uids"]) == len(whole["spans"])
     goes_on = schedule in ("partial", "async", "async waiting")
-    assert (whole["num_discarded_tokens"] > 0) != goes_on
+    rejects = schedule == "async"  # tokens that would get too old, and are verified
+    assert (whole["num_discarded_tokens"] > 0) == (rejects or not goes_on)
     assert (max(whole["spans"]) > 1) == goes_on
     if schedule in ("window", "window overtaking", "window streamed"):
-        assert whole["recovered"] > 0 and whole["drafts"]
+        assert whole["recovered"] > 0
+        assert bool(whole["drafts"]) == (schedule == "window overtaking")  # others begin no more
     if schedule not in ("on_policy", "partial"):
         assert len(whole["uids"]) == 2 * whole["rounds"]
     if schedule == "tail":
