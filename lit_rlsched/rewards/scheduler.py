@@ -129,10 +129,6 @@ class RewardScheduler(Workers[RewardWorker]):
         """Whether a worker runs several calls at the same time, of coroutines."""
         return any(self._is_async)
 
-    def asks_for(self, argument: str) -> bool:
-        """Whether any function has an argument of this name."""
-        return any(names_argument(function, argument) for function in self._functions)
-
     @property
     def pending(self) -> int:
         """Number of jobs submitted and not yet returned by `poll`."""

@@ -23,10 +23,6 @@ from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.types import Completion, Group, Prompt, Sample
 
-AHEAD = "ahead"
-"""Part of the seeds of a round drawn ahead: another round may have its policy version and
-prompts."""
-
 
 @dataclass(slots=True)
 class DrawnRound:

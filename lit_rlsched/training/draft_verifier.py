@@ -91,16 +91,15 @@ class Drafts:
         depends on `seed`, `salt`, prompt, index and version alone. Drafts share a prompt as
         completions do in `OptimizerStep`, by `row_cost`.
         """
-        trials = self._trials(groups, version, seed, salt)
-        audit = DraftAudit(tokens=sum(one.tokens for one in trials))
-        for one in trials:
+        drafts = self._trials(groups, version, seed, salt)
+        audit, trials = DraftAudit(tokens=sum(one.tokens for one in drafts)), list[Trial]()
+        for one in drafts:
             one.sample.completion.draft = None
             if not self.weights.keys() >= {*one.draft.versions}:
                 one.sample.completion.attempts += 1
                 audit.lost += 1
-        trials = [
-            one for one in trials if one.tokens and self.weights.keys() >= {*one.draft.versions}
-        ]
+            elif one.tokens:
+                trials.append(one)
         if not trials:
             return audit
         device = next(policy.parameters()).device

@@ -15,7 +15,7 @@ from typing import Any
 
 from lit_rlsched.rollout.audit import Attempt, DraftAudit, Harvest
 from lit_rlsched.rollout.packing import pack, unpack
-from lit_rlsched.rollout.round_runner import AHEAD, DrawnRound, RoundInProgress, RoundRunner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundInProgress, RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.scheduling.trace import RolloutTrace
@@ -23,6 +23,9 @@ from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.hooks import Drawing, TrainerHooks
 from lit_rlsched.types import Group, Prompt
 
+AHEAD = "ahead"
+"""Part of the seeds of a round drawn ahead: another round may have its policy version and
+prompts."""
 _ATTEMPTS = ("ran", "unfinished", "stale", "stopped")
 
 
