@@ -82,7 +82,7 @@ test: checks  ## Run lint, types and the quick tests
 	$(BIN)/pytest $(XDIST)
 
 test-slow: install programs  ## Run the slow tests (kills, model families, whole runs) and long property tests
-	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis"
+	$(BIN)/pytest $(SLOW) --hypothesis-profile=thorough -m "slow or hypothesis" --ignore=tests/nodes
 
 PROGRAMS = chromium:chromium ip:iproute2 nft:nftables ps:procps rsync:rsync sbatch:slurm-wlm munged:munge ssh:openssh-client sshd:openssh-server
 programs:  ## Install Debian's programs that slow tests use, where that needs no password
@@ -90,8 +90,8 @@ programs:  ## Install Debian's programs that slow tests use, where that needs no
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && install="apt-get install -y -q --no-install-recommends $$missing" && \
 	{ $$install || { apt-get update -q && $$install; }; } >/dev/null 2>&1; } || echo "Without$$missing (packages of Debian) some slow tests are skipped"
 
-test-all: checks programs  ## Run lint, types and all tests at once; SHARE=2/4 leaves out some slow ones
-	$(BIN)/pytest $(SLOW) -m "slow or not slow" $(if $(SHARE),--share=$(SHARE))
+test-all: checks programs  ## Run lint, types and all tests but those of several hosts, as CI does
+	$(BIN)/pytest $(SLOW) -m "slow or not slow" --ignore=tests/nodes
 
 test-next:  ## Run the quick tests with the newest Lightning, transformers and vLLM in .venv-next; may fail
 	$(MAKE) install VENV=.venv-next
@@ -105,8 +105,8 @@ endif
 	.venv-next/bin/pip list | grep -iE '^(lightning|transformers|torch|vllm(-cpu)?) '
 	.venv-next/bin/pytest $(XDIST) $(TESTS)
 
-failures: install programs  ## Lose ranks, engines and hosts in every phase of runs on two hosts, and print a table (two hours)
-	FAILURES=all $(BIN)/pytest -n 2 --dist loadgroup -m slow tests/nodes -k "failures or lost"
+failures: install programs  ## Run on several hosts, lose ranks, engines and hosts in every phase, and print a table (two hours)
+	FAILURES=all $(BIN)/pytest -n 2 --dist loadgroup -m slow tests/nodes
 
 mutants: install  ## Run mutation tests of scheduling, losses and advantages; continues a stopped run
 	$(BIN)/pip install -q "mutmut==3.8.1"

@@ -81,11 +81,11 @@ def pytest_unconfigure() -> None:
 
 
 LONGEST = (
-    "nodes",  # a folder, one after the other, which mostly wait
     "test_fault_sweep",
     "test_vllm_parallel",
     "test_resume",
-    "test_on_cpu",
+    "test_same_run",
+    "test_pool_processes",
     "test_stopped",
     "test_chaos",
     "test_parallelism_planner",
@@ -95,11 +95,6 @@ LONGEST = (
     "test_wandb_runs",
 )
 """They begin first, so that none is left for a single worker at the end."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let CI run some of the slow tests."""
-    parser.addoption("--share", metavar="I/N", help="run each N-th slow test, from the I-th on")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,11 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if module is not None:
             cloudpickle.register_pickle_by_value(module.obj)
 
-    def turn(item: pytest.Item) -> int:
-        name = "nodes" if item.path.parent.name == "nodes" else item.path.stem
-        return [*LONGEST, name].index(name)
-
-    items.sort(key=turn)
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     listed, found = set(), set()
     for item in items:
         if mark := item.get_closest_marker("mostly_slow"):
@@ -129,12 +120,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"`mostly_slow` lists parameters that are not there: {listed - found}"
         )
-    if share := config.getoption("share"):
-        first, step = map(int, share.split("/"))
-        slow = sorted(item.nodeid for item in items if item.get_closest_marker("slow"))
-        left = {*slow} - {*slow[first % step :: step]}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
-        items[:] = [item for item in items if item.nodeid not in left]
 
 
 def make_model(folder: Path, tied: bool) -> str:
