@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, slots_for_budget
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
-from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 ORDERS = list(get_args(Order))
@@ -277,15 +276,6 @@ def test_what_has_just_paused_goes_on_first():
     waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(64)]
     cache.run(waiting, {r.id: 64 for r in waiting})
     assert cache.at_once > 0.8 * cache.pauses
-
-
-def test_slots_for_budget():
-    # Qwen3-1.7B in bf16: 28 layers, 8 heads of 128, keys and values
-    per_token = 2 * 28 * 8 * 128 * 2
-    assert per_token == 112 * 1024
-    assert slots_for_budget(2 * 2**30, per_token, 1024) == 18
-    with pytest.raises(UsageError, match=r"less than one completion may take: 117440512 bytes"):
-        slots_for_budget(10**8, per_token, 1024)
 
 
 @given(
