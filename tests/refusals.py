@@ -38,7 +38,6 @@ from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
 from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
 from lit_rlsched.scheduling.tail_batching import quotas
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
@@ -446,9 +445,10 @@ DATA = [
     ),
     bad(read, r"a\.json`, line 2 is not UTF-8", "a.json", b'[{"prompt": "1"},\n"\xe9"]'),
     bad(read, r"a\.jsonl` is empty", "a.jsonl", ""),
+    bad(read, r"cannot be read as rows \(Empty JSON", "spans.jsonl", ""),
     *(
         bad(read, "needs rows with a column `tokens`", "spans.jsonl", raw)
-        for raw in ("", "\n \n", '{"request": "a"}')
+        for raw in ("\n \n", '{"request": "a"}')
     ),
     bad(made, "Rows 0 and 2 have the same `uid` '0'", [{"prompt": "a", "uid": n} for n in "010"]),
     bad(resumed, "another data set", "abcd"),
@@ -489,15 +489,6 @@ SCHEDULING = [
     bad(LogNormalLengths, r"`LogNormalLengths\(sig.* use 0 or more", sigma=-0.1),
     bad(Oracle, "does not name the request of each length", {}),
     bad(Oracle, "does not name the request of each length", [5, 6]),
-    *each(partial(plan_makespan, [1], 1), "use more than 0", epsilon=(0, -0.1, NAN)),
-    bad(plan_makespan, "`slots=0`: use 1 or more", [1], 0),
-    bad(lower_bound, "`slots=0`: use 1 or more", [1], 0),
-    bad(plan_makespan, r"`lengths\[1\]=-2`: use a finite", [1, -2], 1),
-    bad(lower_bound, r"`lengths\[1\]=inf`", [1, INF], 1),
-    unnamed(plan_makespan, r"`loads\[1\]=-1`", [1], 2, loads=[0, -1]),
-    unnamed(plan_makespan, "`loads` has 1 values for 2 slots: give one", [1], 2, loads=[0]),
-    bad(lower_bound, "`loads` has 0 values for 1 slots", [1], 1, []),
-    bad(makespan, "`loads` has 1 values for 2 slots", [[0], []], [1], [1]),
     bad(recommend_slots, "`bubble_ratio=1.0`: use 0 or more, and less", [1], 1, 1.0),
     bad(recommend_slots, "`bubble_ratio=-0.1`", [1], 1, -0.1),
     bad(recommend_slots, "`update=0`: use 1 or more", [1], 0),

@@ -10,17 +10,9 @@ import pytest
 import yaml
 
 from lit_rlsched.callbacks import (
-    AdaptiveTimeouts,
-    AsyncRollout,
-    DownSampling,
-    DynamicSampling,
-    LengthPrediction,
     MicroGroupSampling,
-    ParallelismPlanner,
     RolloutLogger,
-    RolloutWindow,
     SortedBatching,
-    StreamedTraining,
 )
 from lit_rlsched.cli import summary as cli_summary
 from lit_rlsched.cli.main import main
@@ -384,30 +376,15 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (MicroGroupSampling(memory_budget="2GiB"), "into a cache of 2.00"),
-        (MicroGroupSampling(slots=4, refill="rounds"), "at once; all start together"),
-        (LengthPrediction(), "TokenConditioned predicts how long a completion will be"),
-        (SortedBatching(), "are drawn again under the new weights"),
-        (SortedBatching(mode="partial"), "the others go on under the new weights"),
-        (
-            RolloutWindow(),
-            "begin later prompts, which are verified; a round trains in the",
-        ),
-        (RolloutWindow(overtake=2), "the first that are ready; up to 2 rounds overtake a prompt"),
-        (AsyncRollout(), "the next round is drawn during the update; tokens are at most 2 rounds"),
-        (StreamedTraining(), "gradients are computed while other completions decode"),
-        (ParallelismPlanner(), "split over more devices"),
-        (AdaptiveTimeouts(), "1.5 times as long as those of correct completions of its prompt (2 "),
-        (DownSampling(keep=4), "4 completions of each prompt are trained on, chosen by max_var"),
-        (DynamicSampling(), "a round draws at most 4 times its prompts"),
-        (RolloutLogger(), ""),
-    ],
-)
-def test_every_callback_describes_itself(callback, words):
-    assert words in callback.describe() and bool(words) == bool(callback.describe())
+def test_the_schedule_is_told_with_what_was_chosen():
+    callbacks = [MicroGroupSampling(slots=4), RolloutLogger(every_n_rounds=2), SortedBatching()]
+    assert cli_summary._schedule(SimpleNamespace(callbacks=callbacks)).splitlines() == [
+        "MicroGroupSampling(slots=4): Decode at most slots completions at once, whatever "
+        "num_generations is.",
+        "SortedBatching(): Train as soon as an update's worth of completions is ready, short ones "
+        "first.",
+    ]
+    assert "decoded to its end" in cli_summary._schedule(SimpleNamespace(callbacks=[]))
 
 
 def test_the_number_of_engines_is_told():

@@ -33,7 +33,6 @@ HOSTS = {
     "keepachangelog.com",
     "mutmut.readthedocs.io",
     "plotly.com",
-    "ui.perfetto.dev",
     "semver.org",
 }
 """Hosts that pages may link to; add one after you have looked at the page it serves."""

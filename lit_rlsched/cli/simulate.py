@@ -30,10 +30,10 @@ from lit_rlsched.module import GRPOModule
 from lit_rlsched.run.facts import facts_from
 from lit_rlsched.run.saving.traces import FACTS
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated
-from lit_rlsched.simulation.pipeline import Machine, Outcome, slowdown_of
+from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
@@ -58,8 +58,6 @@ def calibrate(run: str) -> str:
     lines = [
         *(line for fit in costs.fits for line in _told(fit)),
         f"weight sync: {_seconds(costs.sync)}",
-        "decode steps beside an update: "
-        + (f"{costs.slowdown:.2f} times as long" if costs.slowdown else "none in this run"),
         f"verification of drafts: {_seconds(costs.verify)} for each position",
         f"everything else in a round: {_seconds(costs.other)}",
         f"reward of a completion: {tail} (median, 95 %, 99 %, maximum)",
@@ -108,7 +106,7 @@ def simulate(
     max_completion_length: int | None = None,
     most_callbacks: int = 2,
     rounds: int = 12,
-    slowdown: float | None = None,
+    slowdown: float = 1.0,
     rank_correlation: float = 0.5,
     accepted: float = 0.95,
     seed: int = 0,
@@ -134,7 +132,7 @@ def simulate(
         most_callbacks: Callbacks of ours that are combined.
         rounds: Rounds that are simulated, after a few that do not count.
         slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
-            of their own, 2 if they share them. By default what the trace shows, or 1.
+            of their own, 2 if they share them.
         rank_correlation: How well lengths are predicted, from 0 to 1.
         accepted: Share of drafts that the next policy accepts whole; of older ones, for each round.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
@@ -153,7 +151,7 @@ def simulate(
         traces.check()
     before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
-    newest = None if traces is None else Newest(traces, rounds)
+    newest = None if traces is None else traces.newest(rounds)
     costs = Costs() if newest is None else calibrated(newest)
     more = about["ranks"] / before["ranks"]
     setting = Setting(
@@ -246,7 +244,7 @@ def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, flo
 
 
 def _workload(
-    lengths: str | None, traces: Tables | None, about: Mapping[str, Any], rounds: int, seed: int
+    lengths: str | None, traces: Traces | None, about: Mapping[str, Any], rounds: int, seed: int
 ) -> Workload:
     limit, generations = about["max_completion_length"], about["num_generations"]
     if lengths is None:
@@ -307,9 +305,8 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     if trace:
         costs = f"costs fitted to the newest rounds of `{trace}`"
     apart = "have devices or cores of their own"
-    slowdown = slowdown_of(of, setting.costs)
-    if slowdown != 1:
-        apart = f"take {slowdown:.3g} times as long while both work"
+    if of.slowdown != 1:
+        apart = f"take {of.slowdown:.3g} times as long while both work"
     return (
         f"Simulated: {setting.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
         f"{of.slots} slots, lengths up to {min(every[-1], setting.work.limit):,} (median "

@@ -147,6 +147,13 @@ class Admission:
         self._running: dict[str, tuple[Request, int]] = {}  # with the slot
         self._free = list(range(slots))
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
+        self._waiting = WaitingQueue(self.order)
+        self._leased: set[str] = set()
+        self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
+
     def __len__(self) -> int:
         return len(self._first) + len(self._waiting)
 
@@ -218,13 +225,6 @@ class Admission:
         self._waiting.discard(request_ids)
         self._first = deque(r for r in self._first if r.id not in request_ids)
         self._leased -= set(request_ids)
-
-    def clear(self) -> None:
-        """Forget what waits."""
-        self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
-        self._waiting = WaitingQueue(self.order)
-        self._leased: set[str] = set()
-        self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
 
 
 DEFAULT_SLOTS = 256

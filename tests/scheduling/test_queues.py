@@ -204,12 +204,6 @@ def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
     assert plans.pop() == [0.0] * 4
 
 
-def test_an_empty_cache_is_all_there_for_the_first_request():
-    admission = Admission(1, budget=CacheBudget(21, 1, 4))
-    admission.push([request("a")])
-    assert admission.pop({})[0].pause_at is None
-
-
 def test_only_what_paused_after_a_lease_goes_on_first():
     admission = Admission(1, order="longest_first")
     probe = replace(request("p", 2.0), pause_at=8)
