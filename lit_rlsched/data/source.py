@@ -11,12 +11,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from lit_rlsched.data.messages import check_prompt, check_row, columns_of, prompt_of
-from lit_rlsched.data.row_table import Row, UidIndex, fingerprint, other_columns, row_uid
-from lit_rlsched.data.rows import each, for_each, is_json
+from lit_rlsched.data.row_table import Row, other_columns, row_uid
+from lit_rlsched.data.rows import each, is_json, located
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Group, Prompt, stable_hash
 
@@ -65,7 +64,7 @@ class PromptSource:
         uids = getattr(prompts, "uids", None)
         self.prompts = list(prompts) if uids is None else prompts
         if uids is None:
-            uids = pa.array([prompt.uid for prompt in prompts], pa.string())
+            uids = [prompt.uid for prompt in prompts]
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
@@ -75,8 +74,8 @@ class PromptSource:
         self._deferred: list[tuple[int, int]] = []
         """Skipped prompts: index and pass."""
         self._pass = len(self.prompts) // multiple * multiple
-        self._indices = UidIndex(uids)
-        self._fingerprint = fingerprint(uids)
+        self._indices = {uid: index for index, uid in enumerate(uids)}
+        self._fingerprint = f"{len(uids)} prompts, {stable_hash(*uids):016x}"
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -302,7 +301,8 @@ class StreamSource:
             self._rows = self._whole_blocks(each(stream, self._at))
         if (row := next(self._rows, None)) is None:
             return None
-        (row,) = for_each(partial(check_row, at=self._at), [row], self._at, self.offset)
+        with located(partial(self._at, self.offset)):
+            row = check_row(row, self.offset, self._at)
         uid = row_uid(row, self.offset)
         if not self.has_objects:
             check_prompt(columns_of(row), self._at(self.offset))
@@ -325,7 +325,8 @@ class StreamSource:
 
     def _prompt(self, uid: str, row: Row) -> Prompt:
         at = self._at(self.offset - 1)
-        (plain,) = for_each(lambda row, _: is_json(row) and json.dumps(row), [row], lambda _: at)
+        with located(lambda: at):
+            plain = is_json(row) and json.dumps(row)
         if not plain:
             raise UsageError(
                 f"{at} has values that JSON cannot hold, so that no checkpoint could keep the row. "

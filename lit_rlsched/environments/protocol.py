@@ -1,7 +1,6 @@
 """TRL's protocol of tools and environments: what a completion may call, and with what names."""
 
 import inspect
-import json
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,12 +150,6 @@ class Environments:
         return [
             own_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")
         ]
-
-    @property
-    def key(self) -> str:
-        """Everything that decides the tokens of prompts."""
-        kinds = [(str(n), e.factory is not None, e.schemas) for n, e in self.by_name.items()]
-        return json.dumps(kinds, sort_keys=True)
 
     def of(self, columns: Mapping[str, Any]) -> Environment:
         """Return the environment of a row."""

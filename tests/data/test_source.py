@@ -153,7 +153,7 @@ def test_each_text_is_tokenised_once(tokenizer: Tokenizer) -> None:
 
 def test_equal_rows_are_kept_once_and_counted(tokenizer: Tokenizer) -> None:
     rows = [*ROWS, ROWS[0], {**ROWS[0], "answer": "11"}, {"answer": "4", "prompt": "2+2"}]
-    assert load_rows(rows).unique()[1].tolist() == [2, 4]
+    assert load_rows(rows).unique()[1] == [2, 4]
     with pytest.warns(UserWarning, match=r"2 of 5 rows .*row 2: '1\+1'"):
         prompts = make_prompts(rows, tokenizer, max_prompt_length=64)
     assert [(p.text, p.columns["answer"]) for p in prompts] == [

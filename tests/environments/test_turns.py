@@ -31,7 +31,8 @@ from lit_rlsched.callbacks import (
     SortedBatching,
     TailBatching,
 )
-from lit_rlsched.data.prompts import make_prompts
+from lit_rlsched.data.prompts import tokenize
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.settings import UsageError
@@ -654,14 +655,14 @@ def test_rounds_that_end_early_are_the_same_if_replies_come_after_so_many_steps(
     assert runs[1] == runs[0] and runs[2] == runs[0]
 
 
-def test_short_prompts_are_told_apart(tools_tokenizer):
+def test_prompts_of_both_sets_are_told_apart_where_reset_may_add_to_them(tools_tokenizer):
     """Their shared tokens end before the place where `reset` may add something."""
     tokenizer = AutoTokenizer.from_pretrained(tools_tokenizer)
-    given = {"max_prompt_length": 99, "environments": Environments(None, notes())}
-    train = make_prompts(ROWS[:8], tokenizer, **given)
-    others = make_prompts(ROWS[6:], tokenizer, **given)
-    assert len({prompt.token_ids for prompt in train}) < 8
-    assert [of in {*train.hashes} for of in others.hashes][:3] == [True, True, False]
+    sets = {"train": load_rows(ROWS[:8]), "val": load_rows(ROWS[6:])}
+    settings = {"context": 109, "max_completion_length": 10, "chat_template_kwargs": None}
+    with pytest.warns(UserWarning, match=r"2 prompts of `val_data` are in `train_data` too"):
+        made = tokenize(sets, tokenizer, environments=Environments(None, notes()), **settings)
+    assert len({prompt.token_ids for prompt in made.train}) < 8
 
 
 class Marked:
