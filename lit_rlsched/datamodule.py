@@ -39,7 +39,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     Args:
         train_data: Prompts to train on: a JSONL, JSON or Parquet file, a data set's folder or hub
             name, a task such as `Countdown`, or rows; also a `datasets.IterableDataset`, which is
-            read while the run needs it. A row has a `prompt` (string or chat messages), optionally
+            read to its end. A row has a `prompt` (string or chat messages), optionally
             a `uid`, and any columns that the reward functions take.
         reward_funcs: Reward functions with TRL's signature, or one.
         val_data: Held-out prompts for validation, in the same forms.

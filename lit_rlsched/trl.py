@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.messages import NO_PROMPT
-from lit_rlsched.data.rows import is_stream, load_rows
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
@@ -175,8 +175,6 @@ class _RolloutTrainer:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
         args, rounds = self.args, 1
         if args.max_steps <= 0 or args.eval_strategy == "epoch":
-            if is_stream(rows):
-                self._refuse("train_dataset", " It is a stream: give `max_steps` and `eval_steps`.")
             made = self.datamodule.run.settings.has_objects
             rounds = max(1, len(load_rows(rows, made)) // prompts)
         most = args.max_steps

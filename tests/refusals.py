@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from character_tokenizer import make_tokenizer
@@ -455,10 +454,6 @@ DATA = [
     bad(resumed, "another data set", "cba"),
     unnamed(resumed, "`seed=0`, this run has `seed=1`", "abc", seed=1),
     unnamed(resumed, "`shuffle=True`, this run has `shuffle=False`", "abc", shuffle=False),
-    bad(
-        lambda: load_rows(datasets.Dataset.from_list(rows()).to_iterable_dataset()),
-        r"this is a stream.*from_list\(list\(stream\.take",
-    ),
 ]
 
 SCHEDULING = [
@@ -602,11 +597,6 @@ AT_FIT = [
     during("scale_rewards='batch'", cb.StreamedTraining, {"scale_rewards": "batch"}, **BESIDE),
     during(r"advantage='reinforce\+", cb.StreamedTraining, {"advantage": "reinforce++"}, **BESIDE),
     bad(streams_rloo, "", normalize_advantages=True),
-    during(
-        "per_domain=.*`train_data` is a stream",
-        lambda: cb.TailBatching(1.5, per_domain={"a": 1.0}),
-        train_data=datasets.Dataset.from_list(rows()).to_iterable_dataset(),
-    ),
     during(
         "`pool_rounds=2` times `prompts_per_round=4` is 8 .*Use 8",
         lambda: cb.SortedBatching(2, update_prompts=9),

@@ -80,8 +80,7 @@ def _data(run: TrainingRun) -> str:
     given = run.settings.data["train"]
     name = given if isinstance(given, str | Path) else type(given).__name__
     name = "rows" if isinstance(given, list) else name
-    size = "a stream of" if prompts.stream else f"{len(prompts.train):,}"
-    text = f"{name}, {size} prompts to train on"
+    text = f"{name}, {len(prompts.train):,} prompts to train on"
     return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
 
 

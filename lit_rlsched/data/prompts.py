@@ -13,9 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_rlsched.data.messages import prompt_of
-from lit_rlsched.data.row_table import Row, RowTable, other_columns
-from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, tokenized, unknown_token
+from lit_rlsched.data.rows import Row, RowTable, load_rows, other_columns
+from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, tokenized
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
@@ -72,14 +71,14 @@ class Prompts(Sequence[Prompt]):
 class PromptSets:
     """All prompts of a run, each tokenised once."""
 
-    train: Any
-    """`Prompts`, a `StreamSource`, or an empty list if nothing is trained."""
+    train: Sequence[Prompt]
+    """`Prompts`, or an empty list if nothing is trained."""
     held_out: dict[str, Prompts]
     """Prompts by stage: `val`, `test`, `predict`."""
 
     @property
     def read(self) -> dict[str, Prompts]:
-        """All sets but a stream, by stage."""
+        """All sets, by stage."""
         train = {"train": self.train} if isinstance(self.train, Prompts) else {}
         return train | self.held_out
 
@@ -88,25 +87,17 @@ class PromptSets:
 
     def first(self, number: int) -> list[Prompt]:
         """The first prompts, those of `train` before others."""
-        streamed = self.train.first(number) if self.stream else []
-        return [*islice(chain(streamed, *self.read.values()), number)]
-
-    @property
-    def stream(self) -> bool:
-        """Whether the training prompts are a stream."""
-        return hasattr(self.train, "max_prompt_length")
+        return [*islice(chain(*self.read.values()), number)]
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt; of a stream, of the longest that it may have."""
-        streamed = self.train.max_prompt_length if self.stream else 0
-        return max([streamed, *(int(prompts.lengths.max()) for prompts in self.read.values())])
+        """Number of tokens of the longest prompt."""
+        return max(int(prompts.lengths.max()) for prompts in self.read.values())
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
-        streamed = [1] if self.stream else []
-        return min([*streamed, *(int(prompts.lengths.min()) for prompts in self.read.values())])
+        return min(int(prompts.lengths.min()) for prompts in self.read.values())
 
 
 def tokenize(
@@ -209,9 +200,14 @@ def make_prompts(
     _check_lengths(prompts, max_prompt_length)
     if embeddings is not None:
         for at, ids in enumerate(prompts.token_ids):
-            if max(ids) >= embeddings:
-                why = unknown_token(ids, tokenizer, embeddings)
-                raise UsageError(f"The prompt of row {numbers[at]} (uid {prompts.uids[at]}) {why}")
+            if (token := max(ids)) >= embeddings:
+                raise UsageError(
+                    f"The prompt of row {numbers[at]} (uid {prompts.uids[at]}) has the token "
+                    f"{token} ({tokenizer.convert_ids_to_tokens(token)!r}) of the tokenizer "
+                    f"`{getattr(tokenizer, 'name_or_path', '')}`, and the model has embeddings for "
+                    f"0 to {embeddings - 1}. Use the model's own tokenizer, or a model that was "
+                    "resized for this one (`resize_token_embeddings`)."
+                )
     return prompts
 
 

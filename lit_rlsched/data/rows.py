@@ -2,29 +2,108 @@
 
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.data.messages import check_prompt, check_row
-from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.messages import (
+    check_prompt,
+    check_row,
+    columns_of,
+    normalized,
+    prompt_of,
+)
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
+from lit_rlsched.types import stable_hash
 
 # Not `dict[str, Any]`: jsonargparse (4.53) would turn the answer "2" of a row in a config into 2.
 Rows = PromptTask | list[dict] | str | Path  # type: ignore[type-arg]
 """A file (.jsonl, .json, .parquet), a folder saved by `datasets.save_to_disk`, a hub data set
 (`name` or `name:split`), rows, a `datasets.Dataset`, or a task that makes rows."""
 
+Row = dict[str, Any]
+
+BATCH = 1000
+"""Rows that are read from a `datasets.Dataset` at once."""
 _OTHER_FORMATS = {
     b"\x1f\x8b": ("is compressed with gzip", "Unpack it: `gunzip`."),
     b"\xff\xfe": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
     b"\xfe\xff": ("is UTF-16", "Convert it: `iconv -f UTF-16 -t UTF-8`."),
 }
+MOST_STREAMED = 1_000_000
+"""Rows of a `datasets.IterableDataset`, which may have no end."""
 At = Callable[[int], str]
 """Says where the row with a number is."""
+
+
+class RowTable:
+    """Rows (a list or a `datasets.Dataset`) with their uids."""
+
+    def __init__(self, rows: Any, checked: Iterable[Row]) -> None:
+        self._rows = rows
+        self.uids: list[str] = []
+        """The column `uid` of each row, or a hash of all its columns."""
+        self.column_sets: dict[tuple[str, ...], int] = {}
+        """Sets of columns that rows have, with the number of the first such row."""
+        self._given = set[int]()
+        self._kinds: dict[str, list[int]] = {"chat messages": [], "text": []}
+        for number, row in enumerate(checked):
+            self.uids.append(row_uid(row, number))
+            self.column_sets.setdefault(tuple(map(str, columns_of(row))), number)
+            self._kinds["text" if type(prompt_of(row)) is str else "chat messages"].append(number)
+            if row.get("uid") is not None:
+                self._given.add(number)
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    def __getitem__(self, at: int) -> Row:
+        return normalized(self._rows[int(at)])
+
+    def __iter__(self) -> Iterator[Row]:
+        rows = self._rows
+        if not isinstance(rows, list):  # by column: a fifth of the time
+            rows = (
+                dict(zip(batch, values, strict=True))
+                for batch in rows.iter(BATCH)
+                for values in zip(*batch.values(), strict=True)
+            )
+        return map(normalized, rows)
+
+    @property
+    def odd_prompts(self) -> tuple[str, int, int] | None:
+        """If some prompts are text and others chats: the rarer kind, its number, its first row."""
+        kind, numbers = min(self._kinds.items(), key=lambda of: len(of[1]))
+        return (kind, len(numbers), numbers[0]) if numbers else None
+
+    def unique(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows that equal no earlier row, and of those that do."""
+        first: dict[str, int] = {}
+        repeated = []
+        for number, uid in enumerate(self.uids):
+            earlier = first.setdefault(uid, number)
+            if earlier == number:
+                continue
+            if self._given & {earlier, number}:
+                raise UsageError(
+                    f"Rows {earlier} and {number} have the same `uid` {uid!r}. A uid names one "
+                    "prompt: make them different, or leave the column out."
+                )
+            repeated.append(number)
+        return [*first.values()], repeated
+
+    def tell_apart(self) -> None:
+        """Give each of equal rows another uid: its own, `UID-1`, `UID-2`..."""
+        found = Counter[str]()
+        for number, uid in enumerate(self.uids):
+            if found[uid] and number not in self._given:
+                self.uids[number] += f"-{found[uid]}"
+            found[uid] += 1
 
 
 def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
@@ -50,16 +129,12 @@ def _load(spec: Rows | Any) -> RowTable:
     if isinstance(spec, list | tuple):
         return _of_list(spec, "rows")
     spec = _one_split(spec, type(spec).__name__)
-    if is_stream(spec):
-        raise UsageError(
-            "`load_rows` reads data sets of known size, and this is a stream (`IterableDataset`). "
-            "`train_data` may be one. For held-out data take some of its rows: "
-            "`datasets.Dataset.from_list(list(stream.take(200)))`."
-        )
     if isinstance(spec, HubDataset):
         return _of_dataset(spec.dataset(), type(spec).__name__)
     if isinstance(spec, PromptTask):
         return _of_list(spec.rows(), type(spec).__name__)
+    if type(spec).__name__ == "IterableDataset":
+        return _of_stream(spec, type(spec).__name__)
     if hasattr(spec, "with_format") and hasattr(spec, "to_list"):
         return _of_dataset(spec, type(spec).__name__)
     raise UsageError(
@@ -67,20 +142,6 @@ def _load(spec: Rows | Any) -> RowTable:
         ".parquet file, a folder of `datasets.save_to_disk`, a hub name, a `datasets.Dataset`, "
         "a list of dicts, or a task such as `Countdown`."
     )
-
-
-def is_stream(spec: Any) -> bool:
-    """Return whether rows come from a `datasets.IterableDataset`, whose size is not known."""
-    if isinstance(spec, HubDataset):
-        return spec.streaming
-    return type(spec).__name__ in ("IterableDataset", "IterableDatasetDict")
-
-
-def open_stream(spec: Any) -> Any:
-    """Return the `datasets.IterableDataset`, whose rows have plain Python values."""
-    with naming(name_of(spec)):
-        stream = spec.dataset() if isinstance(spec, HubDataset) else spec
-    return _one_split(stream, type(stream).__name__).with_format(None)
 
 
 def name_of(spec: Rows | Any) -> str:
@@ -125,6 +186,16 @@ def _of_dataset(data: Any, name: str) -> RowTable:
     return RowTable(data, each((check_row(row, i, at) for i, row in enumerate(data)), at))
 
 
+def _of_stream(stream: Any, name: str) -> RowTable:
+    rows = [*each(islice(stream.with_format(None), MOST_STREAMED + 1), partial(_at, name))]
+    if len(rows) > MOST_STREAMED:
+        raise UsageError(
+            f"The stream has more than {MOST_STREAMED:,} rows, and it is read to its end before "
+            "the run begins. Give as many as the run needs: `stream.take(100_000)`."
+        )
+    return _of_list(rows, name)
+
+
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
     def checked(row: Any, number: int) -> Row:
         row = check_row(row, number, at)
@@ -158,7 +229,10 @@ def _read_lines(path: Path) -> Iterator[Row]:
         for number, raw in enumerate(lines, start=1):
             if line := decoded(raw, path, number).strip():
                 with located(partial(at, number)):
-                    row = check_row(json_of(line), number, at)
+                    try:
+                        row = check_row(json_of(line), number, at)
+                    except json.JSONDecodeError as error:
+                        raise UsageError(f"{at(number)} is not JSON: {error}.") from None
                 yield row
 
 
@@ -289,3 +363,43 @@ def decoded(raw: bytes, path: Path, line: int = 1) -> str:
             f"`{path}`, line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}). If the file is "
             "Latin-1, convert it: `iconv -f LATIN1 -t UTF-8`."
         ) from None
+
+
+def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that reward functions get, besides prompt and uid."""
+    return {name: value for name, value in row.items() if name not in ("prompt", "uid")}
+
+
+def row_uid(row: Mapping[str, Any], number: int) -> str:
+    """Return the column `uid`, or a hash of all columns, so that it depends on no other row."""
+    if (given := row.get("uid")) is not None:
+        try:
+            return str(given).encode().decode()
+        except ValueError as error:  # half of a surrogate pair, or too many digits
+            raise UsageError(f"Row {number} has a `uid` that is no text ({error}).") from None
+    columns = {str(name): value for name, value in row.items() if name != "uid"}
+    try:
+        return f"{stable_hash(_ENCODER.encode(columns)):016x}"
+    except _LooksDifferent as error:
+        raise UsageError(
+            f"Row {number} has a {error} in its columns, which looks different in every run, so "
+            "that no stable name can be made from the row. Add a column `uid`."
+        ) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"Row {number}: no stable name can be made from its columns ({error}). "
+            "Add a column `uid`, or make every key of its dicts a string."
+        ) from None
+
+
+class _LooksDifferent(Exception):
+    """A value's text has its address."""
+
+
+def _plain(value: Any) -> str:
+    if " at 0x" in (text := repr(value)):
+        raise _LooksDifferent(type(value).__name__)
+    return text
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, default=_plain)  # `json.dumps` would make one a row

@@ -1,7 +1,7 @@
 """Token ids of prompts, as arrays."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby, islice
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from lit_rlsched.data.messages import prompt_of, template_arguments, tool_arguments
-from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.rows import Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
 _MARK = "\N{REPLACEMENT CHARACTER}observation\N{REPLACEMENT CHARACTER}"
@@ -118,20 +118,6 @@ class PromptTokenizer:
         settings = {"return_attention_mask": False, "add_special_tokens": add_special_tokens}
         for ids in self._tokenizer(text=texts, **settings)["input_ids"]:
             yield array("i", ids)
-
-
-def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | None:
-    """Say which token of a prompt the model has no embedding for, after the prompt's name."""
-    for token in ids:
-        if token >= embeddings:
-            name = tokenizer.convert_ids_to_tokens(token)
-            return (
-                f"has the token {token} ({name!r}) of the tokenizer "
-                f"`{getattr(tokenizer, 'name_or_path', '')}`, and the model has embeddings for 0 "
-                f"to {embeddings - 1}. Use the model's own tokenizer, or a model that was resized "
-                "for this one (`resize_token_embeddings`)."
-            )
-    return None
 
 
 def tokenized(rows: RowTable, tokenize: PromptTokenizer) -> "Iterator[array[int]]":

@@ -15,9 +15,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
-from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import name_of
-from lit_rlsched.data.source import RowStream
+from lit_rlsched.data.rows import RowTable, name_of
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
 from lit_rlsched.run.saving.run_folder import full_name_of
@@ -42,14 +40,14 @@ BEST = ("val/accuracy", "val/reward", "reward")
 
 
 def run_config(
-    trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
+    trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable]
 ) -> dict[str, Any]:
     """Return a run's settings other than the hyperparameters of its module and data module."""
     config = _of_training(trainer, settings) | {"engine": plain(settings.engine)}
     for name, rows in read.items():
-        data, size = settings.data[name], None if isinstance(rows, RowStream) else len(rows)
+        data = settings.data[name]
         source = plain(data) if isinstance(data, RemembersInit) else name_of(data)
-        config[f"{name}_data"] = {"source": source, "rows": size}
+        config[f"{name}_data"] = {"source": source, "rows": len(rows)}
     seed = int(os.environ.get("PL_GLOBAL_SEED", settings.seed))
     return config | {"seed_everything": seed, "versions": versions(), "commit": commit()}
 
@@ -96,7 +94,7 @@ def logged_settings(
     hparams: Mapping[str, Any],
     trainer: Trainer | None,
     settings: RunSettings,
-    read: Mapping[str, RowTable | RowStream],
+    read: Mapping[str, RowTable],
 ) -> AttributeDict:
     """Return arguments of a data module and, with a Trainer, `run_config`, without secrets."""
     config = {}

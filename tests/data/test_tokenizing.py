@@ -9,8 +9,6 @@ from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.tokenizing import PromptTokenizer
 from lit_rlsched.settings import UsageError
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 TEXTS = ["1+1", "", "Is \u00e9 a letter?", "1+1", "<answer>\n4 </answer>", "<|im_end|>x"]
 CHATS = [
     [{"role": "user", "content": "2+2"}],

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from written_rows import written
 
-from lit_rlsched.data import row_table, tokenizing
+from lit_rlsched.data import rows as rows_module
+from lit_rlsched.data import tokenizing
 from lit_rlsched.data.prompts import Prompts, make_prompts, tokenize
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource, PromptSource
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt, stable_hash
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 CHAT = [{"role": "user", "content": "2+2"}]
 EVEN = [
@@ -71,7 +70,7 @@ def test_prompts_of_every_container_are_those_of_plain_objects(
     batch: int,
 ) -> None:
     monkeypatch.setattr(tokenizing, "_BATCH", batch)
-    monkeypatch.setattr(row_table, "BATCH", batch)
+    monkeypatch.setattr(rows_module, "BATCH", batch)
     expected = plain_prompts(rows, tokenizer)
     table = load_rows(written(tmp_path, kind, rows))
     assert list(table) == rows and [table[i] for i in range(len(table))] == rows
