@@ -1,4 +1,4 @@
-"""The commands `calibrate` and `simulate`."""
+"""The command `simulate`."""
 
 import csv
 import json
@@ -204,10 +204,9 @@ def test_a_file_of_lengths(tmp_path):
 
 def test_traces_without_a_completion_are_refused(tmp_path, capsys):
     TraceWriter(tmp_path / "traces").begin(1, {"reward_workers": 1})
-    for command in (["calibrate", str(tmp_path)], ["simulate", "--trace", str(tmp_path)]):
-        with pytest.raises(SystemExit) as stop:
-            main(command)
-        assert stop.value.code == 2 and "no decode steps" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate", "--trace", str(tmp_path)])
+    assert stop.value.code == 2 and "no decode steps" in capsys.readouterr().err
 
 
 def test_a_constraint_that_none_keeps_to(tmp_path, capsys):

@@ -42,7 +42,7 @@ from lit_rlsched.cli.errors import (
 )
 from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
-from lit_rlsched.cli.simulate import calibrate, facts_of, simulate
+from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
@@ -293,7 +293,6 @@ _OWN: dict[str, dict[str, dict[str, Any]]] = {
             "base.",
         }
     },
-    "calibrate": {"run": {"help": "Folder of the run (`runs/quickstart/version_0`)."}},
     "report": {"runs": {"nargs": "+", "help": "Folders of runs (`runs/quickstart/version_0`)."}},
 }
 """Arguments that are not made from the function's signature."""
@@ -337,7 +336,6 @@ def _report(runs: Sequence[str], out: str | None = None, perfetto: str | None = 
 COMMANDS: dict[str, tuple[Callable[..., object], Callable[..., str]]] = {
     "export": (export, _export),
     "convert": (convert, _convert),
-    "calibrate": (calibrate, calibrate),
     "simulate": (simulate, simulate),
     "report": (_report, _report),
 }

@@ -95,12 +95,6 @@ class Costs:
     fits: tuple[Fit, ...] = ()
     """The models that these figures come from."""
 
-    @property
-    def tail(self) -> tuple[float, float, float, float]:
-        """Median, 95th and 99th percentile and maximum of the seconds of a reward."""
-        points = np.quantile(self.reward, [0.5, 0.95, 0.99, 1.0])
-        return tuple(points.tolist())
-
 
 def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, float]:
     """Fit `seconds = sum of coefficient * column` by least squares, with coefficients of 0 or more.

@@ -1,4 +1,4 @@
-"""What a run leaves for `lit-rlsched calibrate`, `simulate` and its report: rows of each round."""
+"""What a run leaves for `lit-rlsched simulate` and its report: rows of each round."""
 
 import json
 from array import array
