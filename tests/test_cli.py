@@ -194,26 +194,6 @@ def test_short_names_and_flags(capsys):
     assert config["trainer"]["callbacks"][-1]["init_args"]["slots"] == 64
 
 
-def test_unknown_keys_are_refused(capsys):
-    base = ["fit", "-c", "configs/quickstart.yaml"]
-    assert "num_completions" in refused(capsys, *base, "--data.num_completions=4")
-    assert "learn_rate" in refused(capsys, *base, "--model.learn_rate=1")
-
-
-def test_an_unknown_reward_is_refused(capsys):
-    base = ["fit", "-c", "configs/quickstart.yaml"]
-    error = refused(capsys, *base, "--data.reward_funcs=[my_rewards.score]")
-    assert "my_rewards" in error
-    error = refused(capsys, *base, "--data.reward_funcs=[lit_rlsched.rewards.functions.nothing]")
-    assert "nothing" in error
-
-
-def test_bad_values_are_refused_at_the_command_line(capsys):
-    base = ["fit", "-c", "configs/quickstart.yaml"]
-    assert "num_generations=0" in refused(capsys, *base, "--data.num_generations=0")
-    assert "loss_type" in refused(capsys, *base, "--model.loss_type=ppo")
-
-
 @pytest.fixture
 def estimated(capsys, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
@@ -243,18 +223,6 @@ def test_a_gpu_run_is_estimated_without_one(estimated):
     overlay = "--data.engine=VLLMEngine"
     said = estimated(overlay, "--trainer.accelerator=gpu", "--memory=8GB")
     assert said.startswith("in GPU memory") and "vLLM sleeps in the update" in said
-
-
-@pytest.mark.slow
-def test_estimate_refuses_what_fit_refuses(estimated, capsys):
-    def refusal(*args):
-        with pytest.raises(SystemExit) as stop:
-            estimated(*args)
-        assert stop.value.code == 2
-        return capsys.readouterr().err
-
-    assert "`micro_batch_tokens=64` cannot hold" in refusal("--data.micro_batch_tokens=64")
-    assert "expected a size such as '2GiB'" in refusal("--memory=much")
 
 
 @pytest.mark.slow
