@@ -58,12 +58,6 @@ def test_heads_that_vllm_has_not_on_cpu():
     check_head_size(SimpleNamespace(head_dim=64))
 
 
-def test_the_same_prompt_twice_is_kept_once_and_said(fit, sums):
-    with pytest.warns(UserWarning, match="5 of 25 rows repeat an earlier row"):
-        _, _, data = fit(train_data=[*sums[:20], *sums[:5]])
-    assert len(data.run.startup.prompts.train) == 20
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_more_slots_than_vllm_has_room_for(fit):

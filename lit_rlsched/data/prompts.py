@@ -71,7 +71,7 @@ class Prompts(Sequence[Prompt]):
 class PromptSets:
     """All prompts of a run, each tokenised once."""
 
-    train: Sequence[Prompt]
+    train: Any
     """`Prompts`, or an empty list if nothing is trained."""
     held_out: dict[str, Prompts]
     """Prompts by stage: `val`, `test`, `predict`."""

@@ -428,7 +428,6 @@ class TrainingRun:
 
     def _restore(self, state: dict[str, Any]) -> None:
         startup, schedule = self.startup, self.schedule
-        assert isinstance(startup.prompts.train, Prompts)
         prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]

@@ -15,7 +15,6 @@ from lit_rlsched.data import tokenizing
 from lit_rlsched.data.prompts import Prompts, make_prompts, tokenize
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.source import DomainSource, PromptSource
-from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt, stable_hash
 
 CHAT = [{"role": "user", "content": "2+2"}]
@@ -113,22 +112,6 @@ def test_dates_of_a_parquet_file_stay_dates(tmp_path: Path, tokenizer: Any) -> N
         load_rows(written(tmp_path, "parquet", rows)), tokenizer, max_prompt_length=64
     )
     assert prompt.columns == {name: rows[0][name] for name in ("on", "raw", "empty")}
-
-
-def test_a_changed_file_is_read_again_and_its_cursor_refused(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    path, rows = tmp_path / "rows.jsonl", [{"prompt": "1", "answer": i} for i in range(4)]
-
-    def source(rows: list[dict[str, Any]]) -> PromptSource:
-        path.write_text("\n".join(map(json.dumps, rows)))
-        return PromptSource(make_prompts(load_rows(path), tokenizer, max_prompt_length=9), seed=0)
-
-    state = source(rows).state_dict()
-    source(rows).load_state_dict(state)
-    rows[2]["answer"] = 7
-    with pytest.raises(UsageError, match="another data set"):
-        source(rows).load_state_dict(state)
 
 
 def test_held_out_prompts_among_the_training_prompts_are_counted(tokenizer: Any) -> None:

@@ -15,7 +15,6 @@ from PIL import Image
 from written_rows import written
 
 from lit_rlsched.data.messages import normalized
-from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows, row_uid
 from lit_rlsched.data.tasks import HubDataset
 from lit_rlsched.settings import UsageError
@@ -131,15 +130,6 @@ def test_a_data_set_is_read_through_its_transform(kind: str, monkeypatch: Any) -
         UsageError, match=r"row 0 .* no column `prompt`, or an empty one; its columns are \['n'\]"
     ):
         load_rows(data)
-
-
-def test_a_transform_that_changes_gives_other_data_at_the_next_start(tokenizer: Any) -> None:
-    calls = iter(range(100))
-    data = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
-    data.set_transform(lambda batch: {"prompt": [f"{p}{next(calls)}" for p in batch["prompt"]]})
-    first, second = (make_prompts(load_rows(data), tokenizer, max_prompt_length=9) for _ in "12")
-    assert {p.text for p in first}.isdisjoint(p.text for p in second)
-    assert [len(p.token_ids) for p in first] == [len(str(p.text)) for p in first]
 
 
 def test_formats_hide_columns_as_the_data_set_does() -> None:

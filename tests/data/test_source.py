@@ -89,20 +89,6 @@ def test_jsonargparse_reads_every_kind_of_rows() -> None:
     assert (built.split, built.size, built.numbers) == ("heldout", 4000, {3: 1.0})
 
 
-def test_strings_and_chats_are_tokenised_as_trl_does(tokenizer: Tokenizer) -> None:
-    chat = [{"role": "user", "content": "2+2"}]
-    rows: list[dict[str, Any]] = [
-        {"prompt": "1+1", "uid": 7, "answer": "2"},
-        {"prompt": chat},
-        {"prompt": "x"},
-    ]
-    string, messages, _ = make_prompts(rows, tokenizer, max_prompt_length=64)
-    assert (string.uid, string.text, string.columns) == ("7", "1+1", {"answer": "2"})
-    assert list(string.token_ids) == tokenizer(text=["1+1"])["input_ids"][0]
-    assert tokenizer.decode(messages.token_ids) == "user: 2+2\nassistant: "
-    assert messages.text == chat
-
-
 def test_template_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if think %} think{% endif %}"
     rows = [{"prompt": [{"role": "user", "content": "a"}]}]

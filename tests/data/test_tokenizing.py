@@ -64,13 +64,6 @@ def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
     assert upper([{"prompt": "four"}]) == lower([{"prompt": "FOUR"}]) != lower([{"prompt": "four"}])
 
 
-def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ '' }}"
-    assert not PromptTokenizer(tokenizer, None)(rows_of([*CHATS, ""]))[0]
-    with pytest.raises(UsageError, match=r"row 0 .* has no tokens"):
-        make_prompts([{"prompt": CHATS[0]}], tokenizer, max_prompt_length=9)
-
-
 def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
