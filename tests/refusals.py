@@ -16,7 +16,6 @@ import datasets
 import pytest
 import torch
 from character_tokenizer import make_tokenizer
-from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -639,5 +638,4 @@ AT_FIT = [
         verify_sync=False,
     ),
     during("Remove `MicroBatchAccumulation`", MicroBatchAccumulation),
-    during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
 ]

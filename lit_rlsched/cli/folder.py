@@ -106,7 +106,8 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
     """Let each `ModelCheckpoint` without a `dirpath` write to the run's folder."""
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(folder / "checkpoints")
+            # a resumed `ModelCheckpoint` knows its best model if this is the same
+            callback.dirpath = os.path.realpath(folder / "checkpoints")
 
 
 def _continue_wandb_runs(config: Namespace, folder: Path) -> None:

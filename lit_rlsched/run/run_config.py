@@ -19,7 +19,7 @@ from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import name_of
 from lit_rlsched.data.source import RowStream
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
@@ -210,7 +210,7 @@ def saved_ids(path: str | Path) -> list[str]:
     so by itself.
     """
     try:
-        checkpoint = inspect_checkpoint(path, verify=False)
+        checkpoint = read_checkpoint(path, verify=False)
     except (OSError, CheckpointError):
         return []  # Lightning will say so, or knows how to read it
     states = (state for state in checkpoint.values() if isinstance(state, dict))

@@ -24,8 +24,8 @@ from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.facts import facts_of_trainer
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.run_config import describe_runs
-from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_team
+from lit_rlsched.run.run_config import describe_runs, shared_config
+from lit_rlsched.run.same_ranks import check_same, check_same_checkpoint, make_team
 from lit_rlsched.run.saving.resuming import (
     SAME_ON_RESUME,
     check_drawn,
@@ -182,7 +182,7 @@ class TrainingRun:
             self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = make_team(trainer)
-            check_ranks(trainer, self.team, self.settings)
+            check_same(self.team.all_gather, shared_config(trainer, self.settings))
         only_ask(trainer, fits=trains)
         self.facts = facts_of_trainer(trainer, self.settings, self.learner, trains)
         self.schedule = make_schedule(trainer.callbacks, self.facts)  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import StrategyRegistry
 from plain_module import Plain
 from struck_engines import struck
 
@@ -35,12 +34,10 @@ from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
 from lit_rlsched.engines import process_engine
 from lit_rlsched.run import run_config, same_ranks, training_run
-from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.training import weight_sync
 
-StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
 LIMIT = 200.0
 """Seconds after which a run counts as hanging."""
 

@@ -206,8 +206,7 @@ def test_what_cannot_be_shared_is_refused_by_name_on_every_rank(run):
     [
         (FSDPStrategy(), "`FSDPStrategy` is not supported with 2 processes"),
         (DDPStrategy(start_method="fork"), "starts its 2 processes from this one"),
-        (ModelParallelStrategy(), "splits layers over devices"),
-        (ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "size=2"),
+        (ModelParallelStrategy(), "`ModelParallelStrategy` is not supported with 2 processes"),
     ],
 )
 def test_other_strategies_are_refused_with_the_fix(strategy, words):
@@ -218,9 +217,7 @@ def test_other_strategies_are_refused_with_the_fix(strategy, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "strategy", [DDPStrategy(), FSDP2Strategy(), ModelParallelStrategy(2, tensor_parallel_size=1)]
-)
+@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDP2Strategy()])
 def test_strategies_that_work(strategy):
     check_strategy(SimpleNamespace(strategy=strategy, world_size=2))
 

@@ -17,7 +17,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.processes import require_posix
-from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import is_deep
 
@@ -164,7 +164,7 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     broken: dict[Path, CheckpointError] = {}
     for path in sorted({path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}):
         try:
-            checkpoint = inspect_checkpoint(path, verify=False)
+            checkpoint = read_checkpoint(path, verify=False)
         except CheckpointError as error:
             broken[path] = error
             continue
@@ -175,7 +175,7 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     found, instead = None, "The run starts from scratch instead." if resumable else ""
     for path in sorted(order, key=lambda path: (order[path], path), reverse=True):
         try:
-            inspect_checkpoint(path)
+            read_checkpoint(path)
         except CheckpointError as error:
             broken[path] = error
             continue
