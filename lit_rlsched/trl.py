@@ -27,7 +27,7 @@ from lit_rlsched.run.saving.export import export
 from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig, by_our_names
-from lit_rlsched.run.trl_state import Accelerator, History, with_their_names
+from lit_rlsched.run.trl_state import History, accelerator_of, with_their_names
 from lit_rlsched.settings import UsageError, counterpart
 from lit_rlsched.training.lora import settings_of
 from lit_rlsched.training.policy import load_tokenizer
@@ -110,7 +110,7 @@ class _RolloutTrainer:
         self._history = History()
         self.trainer = Trainer(**length, **self._hardware(), **self._outputs(callbacks or []))
         self._history.trainer = self.trainer
-        self.accelerator = Accelerator(self.trainer)
+        self.accelerator = accelerator_of(self.trainer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.folder.mkdir(parents=True, exist_ok=True)
 

@@ -17,7 +17,6 @@ from lit_rlsched.run.advice import (
     EQUAL_ROUNDS,
     MOSTLY_EQUAL_ROUNDS,
     Advice,
-    idle_cores,
     restored_settings,
 )
 from lit_rlsched.run.record import RunRecord
@@ -53,18 +52,6 @@ def test_idle_slots() -> None:
     assert Advice().at_start([2], 8, 8) == []
     (text,) = Advice().at_start([2], 64, 8)
     assert "so 56 slots stay empty. Use `slots=8`" in text
-
-
-def test_idle_cores() -> None:
-    with torch.device("meta"):
-        elsewhere = torch.nn.Linear(10_000, 1000)
-    large, small = torch.nn.Linear(10_000, 1000), torch.nn.Linear(10, 10)
-    assert "`OMP_NUM_THREADS=2`" in (idle_cores(large, processes=1, threads=1, cores=2) or "")
-    assert "only 2 of 16 cores" in (idle_cores(large, processes=2, threads=1, cores=16) or "")
-    assert idle_cores(large, processes=2, threads=1, cores=2) is None
-    assert idle_cores(large, processes=1, threads=2, cores=3) is None
-    assert idle_cores(small, processes=1, threads=1, cores=16) is None
-    assert idle_cores(elsewhere, processes=1, threads=1, cores=16) is None
 
 
 @pytest.mark.parametrize(

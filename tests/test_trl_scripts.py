@@ -380,8 +380,6 @@ def test_a_trainer_has_what_scripts_read_of_trls(tmp_path, capsys, monkeypatch):
         trainer.push_to_hub(token="secret")
     with pytest.raises(AttributeError, match=r"has no `ref_model`.*docs/tutorials/from_trl.md"):
         trainer.ref_model.eval()
-    with pytest.raises(AttributeError, match=r"Use `trainer.trainer.strategy`"):
-        accelerator.gather(1)
     trainer.eval_dataset = None
     with pytest.raises(UsageError, match="needs held-out prompts"):
         trainer.evaluate()

@@ -1,8 +1,8 @@
-"""Which settings go together: one table of what is refused, warned of or changed."""
+"""Which settings go together: one table of what is refused or warned of."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -17,7 +17,7 @@ Found = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Two settings of which one rules out or changes the other.
+    """Two settings of which one rules out the other, or takes its effect.
 
     Names in braces in `first`, `second` and `words` stand for values that `found` returns.
     """
@@ -26,7 +26,7 @@ class Combination:
     second: str
     words: str
     found: Callable[[Schedule, RunFacts], Found]
-    does: Literal["refused", "warned", "changed"] = "refused"
+    does: Literal["refused", "warned"] = "refused"
 
     def said(self, values: Mapping[str, Any]) -> str:
         """The message."""
@@ -40,11 +40,6 @@ def both(first: str, second: str, words: str) -> Combination:
         return {} if {first, second} <= facts.callbacks else None
 
     return Combination(f"`{first}`", f"`{second}`", words, found)
-
-
-def changed(first: str, second: str, words: str) -> Combination:
-    """A pair of callbacks that work together, where one changes what the other does."""
-    return replace(both(first, second, words), does="changed")
 
 
 def when(applies: object, **values: Any) -> Found:
@@ -122,7 +117,6 @@ def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
 
 
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
-_BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
     Combination(
@@ -306,32 +300,8 @@ COMBINATIONS: Sequence[Combination] = [
         _corrected_already,
         "warned",
     ),
-    changed(
-        "DownSampling",
-        "SortedBatching",
-        "Completions are selected from whole groups, so rounds train on whole groups with every "
-        "`advantage`.",
-    ),
-    changed(
-        "LengthPrediction",
-        "MicroGroupSampling",
-        "The predictions order the completions that wait for a slot: `longest_first` unless "
-        "`order` says otherwise, `shortest_first` where rounds end early.",
-    ),
-    changed("DynamicSampling", "StreamedTraining", _BETWEEN_STEPS),
-    changed(
-        "LengthPrediction",
-        "StreamedTraining",
-        f"If completions wait for slots, {_BETWEEN_STEPS}",
-    ),
-    changed(
-        "AdaptiveTimeouts",
-        "TailBatching",
-        "A race includes the reward: a call that hangs delays its prompt no longer than the "
-        "adaptive time-out.",
-    ),
 ]
-"""All combinations that are refused, warned of, or in which one setting changes the other."""
+"""All combinations that are refused or warned of."""
 
 
 def check(schedule: Schedule, facts: RunFacts) -> None:
@@ -359,7 +329,7 @@ def _found(
 def combinations_as_markdown() -> str:
     """The table in `docs/explanation/architecture.md`."""
     lines = ["| setting | with | |", "|---|---|---|"]
-    does = {"refused": "**refused**: ", "warned": "**warned of**: ", "changed": ""}
+    does = {"refused": "**refused**: ", "warned": "**warned of**: "}
     for row in COMBINATIONS:
         first, second, words = map(_shown, (row.first, row.second, row.words))
         lines.append(f"| {first} | {second} | {does[row.does]}{words} |")

@@ -49,17 +49,15 @@ class EngineFacts:
 class RecordedLearner(PlainLearner):
     """Answers as the module of a run did; it trains nothing."""
 
-    def __init__(self, answers: Mapping[str, Any]) -> None:
-        self._obstacle = answers["streaming_obstacle"]
-        self._engine_logprobs = answers["needs_engine_logprobs"]
-        for name in Learner.__annotations__:
-            setattr(self, name, answers[name])
+    def __init__(self, needs_group: bool, obstacle: str | None, engine_logprobs: bool) -> None:
+        self.needs_group = needs_group
+        self._obstacle, self._engine_logprobs = obstacle, engine_logprobs
 
     def streaming_obstacle(self) -> str | None:
         return self._obstacle
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        return bool(self._engine_logprobs[off_policy])
+        return self._engine_logprobs
 
 
 OF_THE_RUN = ("ranks", "sharded", "automatic", "prompts")
@@ -70,9 +68,9 @@ def recorded(facts: RunFacts) -> dict[str, Any]:
     """Return all that `make_schedule` asks of a run, except the sizes of its rounds, as JSON."""
     settings, learner = facts.settings, facts.learner
     answers = {
-        **{name: getattr(learner, name) for name in Learner.__annotations__},
-        "streaming_obstacle": learner.streaming_obstacle(),
-        "needs_engine_logprobs": [learner.needs_engine_logprobs(off) for off in (False, True)],
+        "needs_group": learner.needs_group,
+        "obstacle": learner.streaming_obstacle(),
+        "engine_logprobs": learner.needs_engine_logprobs(off_policy=False),
     }
     return {
         "tools": settings.tools is not None,
@@ -98,7 +96,7 @@ def facts_from(record: Mapping[str, Any], settings: RunSettings) -> RunFacts:
     )
     return RunFacts(
         settings,
-        learner=RecordedLearner(record["learner"]),
+        learner=RecordedLearner(**record["learner"]),
         callbacks=frozenset(record["callbacks"]),
         module=record["module"],
         **{name: record[name] for name in OF_THE_RUN},

@@ -327,13 +327,11 @@ class Startup:
                 "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
             )
         trains = bool(self.prompts.train)
-        apart = len(settings.engine.engines) if settings.engine.decodes_by_itself else 0
         told = advice.at_start(
             self.spec.eos_token_ids,
             self._schedule.slots.slots if trains else None,
             self._completions(settings.num_generations),
             self.policy if trains else None,
-            self._trainer.world_size // self._trainer.num_nodes + apart,
         )
         if trains and (half := half_learner(self._trainer.lightning_module)):
             told.append(half)
