@@ -20,7 +20,7 @@ from lit_rlsched.run import checks
 from lit_rlsched.run.interrupts import is_requeued, requeue
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.run_config import logged_settings, prepare_runs, run_ids, warn_of_new_runs
+from lit_rlsched.run.run_config import logged_settings, run_ids, warn_of_new_runs
 from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
@@ -220,9 +220,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     # Lightning's hooks.
 
     def prepare_data(self) -> None:
-        """Prepare W&B's runs, which Lightning begins next, and replace its default bar."""
+        """Replace Lightning's default bar."""
         if self.trainer is not None:
-            prepare_runs(self.trainer)
             replace_default_bar(self.trainer)
 
     def setup(self, stage: str) -> None:

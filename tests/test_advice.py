@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from lit_rlsched import GRPOModule, load_policy
+from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling
 from lit_rlsched.run.advice import (
     EQUAL_ROUNDS,
@@ -90,14 +89,6 @@ def test_weights_in_half_precision_are_advised_about_where_they_are_trained() ->
     (text,) = Advice().at_start([2], None, 8, half)
     assert "`precision: bf16-mixed`" in text
     assert not Advice().at_start([2], None, 8, half.float()) and not Advice().at_start([2], None, 8)
-
-
-def test_dropout_in_a_policy_of_ones_own_is_advised_about(tiny_model) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model, attention_dropout=0.1)
-    assert not Advice().at_start([2], None, 8, policy)  # in eval mode, as it was loaded
-    (text,) = Advice().at_start([2], None, 8, policy.train())
-    assert "attention_dropout=0.1" in text and "load_policy" in text
-    assert not Advice().at_start([2], None, 8, load_policy(str(tiny_model)).train())
 
 
 def test_restored_settings() -> None:

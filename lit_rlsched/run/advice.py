@@ -8,8 +8,6 @@ from torch import nn
 
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
-from lit_rlsched.training.lora import base_model
-from lit_rlsched.training.policy import noise
 from lit_rlsched.training.precision import trains_in_half
 from lit_rlsched.training.round import Round
 
@@ -60,7 +58,6 @@ class Advice:
             )
         if trained is not None:
             found["trains_in_half"] = trains_in_half(trained)
-            found["trains_with_noise"] = trains_with_noise(trained)
         return self._once(**found)
 
     def of_evaluation(self, never_correct: str | None) -> list[str]:
@@ -109,20 +106,6 @@ class Advice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the state of the resumed run to the warnings that were given since this start."""
         self._given |= set(state.get("said", ()))
-
-
-def trains_with_noise(policy: nn.Module) -> str | None:
-    """Warn of a user's policy with dropout in its training passes; engines have none."""
-    if not any(module.training for module in policy.modules()):
-        return None
-    config = getattr(base_model(policy), "config", None)
-    if config is None or not (rates := [f"{name}={rate}" for _, name, rate in noise(config)]):
-        return None
-    return (
-        f"The policy is in train mode and its config has `{', '.join(rates)}`: gradients are of "
-        "another policy than the one that draws. Load it with `lit_rlsched.load_policy`, or leave "
-        "it in eval mode."
-    )
 
 
 def restored_settings(

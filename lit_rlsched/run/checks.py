@@ -19,21 +19,11 @@ from lit_rlsched.settings import UsageError, check_finite, check_name, check_tem
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision
 
-_CLIPS = (
-    "the module clips gradients itself, by their norm and once per optimizer step. Leave it out; "
-    "the module's `gradient_clip_val` sets the largest norm"
-)
 _ACCUMULATES = (
     "an optimizer step has as many micro-batches as its completions need. Leave it out; "
     "`micro_batch_tokens` sets the size of a micro-batch, and `prompts_per_round` divided by "
     "`steps_per_round` that of a step"
 )
-OF_THE_MODULE: dict[str, tuple[Any, str]] = {
-    "gradient_clip_val": (None, _CLIPS),
-    "gradient_clip_algorithm": (None, _CLIPS),
-}
-"""Arguments of a Trainer that a module with manual optimization sets itself: default and reason."""
-_AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
 REFUSED_CALLBACKS: dict[str, str] = {
     "BaseFinetuning": "it changes which weights are trained in the middle of a run, and a resumed "
     "run could not go on with the optimizer's state. Use `lora_rank`, which freezes the whole base",
@@ -128,7 +118,10 @@ def check_trainer(trainer: Trainer) -> None:
             raise UsageError(f"`{name}`: {why}.")
         averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
         if averages and is_sharded(trainer):
-            raise UsageError(f"`{name}`: {_AVERAGES}.")
+            raise UsageError(
+                f"`{name}`: it averages whole weights, and each process has a part of them. Use "
+                "`strategy='ddp'`."
+            )
 
 
 def check_given_to(trainer: Trainer, module: LightningModule) -> None:
@@ -140,11 +133,13 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
             "each time, and drives the optimizer itself, so it cannot be compiled. Give the "
             "Trainer the module itself."
         )
-    for setting, (default, why) in OF_THE_MODULE.items():
-        value = getattr(trainer, setting)
-        if value != default:
-            value = getattr(value, "value", value)
-            raise UsageError(f"`Trainer({setting}={value!r})`: {why}.")
+    for setting in ("gradient_clip_val", "gradient_clip_algorithm"):
+        if (value := getattr(trainer, setting)) is not None:
+            raise UsageError(
+                f"`Trainer({setting}={getattr(value, 'value', value)!r})`: the module clips "
+                "gradients itself, by their norm and once per optimizer step. Leave it out; the "
+                "module's `gradient_clip_val` sets the largest norm."
+            )
     check_accumulation(trainer)
     fn, loader, data = trainer.state.fn, "dataloaders", "val"
     loop: Any = trainer.validate_loop

@@ -148,18 +148,6 @@ def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
         yield from (one for one in trainer.loggers if isinstance(one, WandbLogger))
 
 
-def prepare_runs(trainer: Trainer) -> None:
-    """Settle what W&B prints, before its runs begin: a link to the run, offline nothing."""
-    for logger in wandb_loggers(trainer):
-        options = logger._wandb_init
-        if options.get("anonymous", "") is None:
-            del options["anonymous"]  # W&B warns of it, and Lightning always passes it
-        # Lightning's `offline=True` sets the variable to the old name
-        offline = (options.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "dryrun")
-        if options.get("settings") is None:
-            options["settings"] = {"silent": True} if offline else {"quiet": True}
-
-
 def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
     """Give each W&B run tags, x-axes and, if its logger has no `name`, that of the folder."""
     step = {"step_metric": "trainer/global_step", "step_sync": True}  # as `WandbLogger` does

@@ -215,11 +215,6 @@ class Startup:
         )
         return engines * each
 
-    def _completions(self, num_generations: int) -> int:
-        """Maximum number of completions that a round decodes."""
-        rule = self._schedule.rule
-        return rule.most_prompts() * rule.launched(num_generations)
-
     def cache_bytes_per_token(self, spec: EngineSpec) -> int:
         """Bytes per token of the engine's key-value cache, over all layers."""
         dtype = self._settings.engine.cache_dtype(spec)
@@ -326,11 +321,11 @@ class Startup:
                 f"`precision={self._trainer.precision}` computes in {ours}: the log-probs of a "
                 "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
             )
-        trains = bool(self.prompts.train)
+        trains, rule = bool(self.prompts.train), self._schedule.rule
         told = advice.at_start(
             self.spec.eos_token_ids,
             self._schedule.slots.slots if trains else None,
-            self._completions(settings.num_generations),
+            rule.most_prompts() * rule.launched(settings.num_generations),
             self.policy if trains else None,
         )
         if trains and (half := half_learner(self._trainer.lightning_module)):

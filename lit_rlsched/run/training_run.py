@@ -1,5 +1,6 @@
 """The rounds of a run, one after the other, and the position in them."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_rlsched import __version__
 from lit_rlsched.data.prompts import Prompts
 from lit_rlsched.data.row_table import RowTable
 from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
@@ -27,13 +29,12 @@ from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.run_config import describe_runs, shared_config
 from lit_rlsched.run.same_ranks import check_same, check_same_checkpoint, make_team
 from lit_rlsched.run.saving.resuming import (
+    FORMAT,
     SAME_ON_RESUME,
     check_drawn,
     check_has_state,
     check_state,
     check_whole_groups,
-    complete,
-    written,
 )
 from lit_rlsched.run.startup import Startup, in_own_process
 from lit_rlsched.run.switches import make_schedule
@@ -396,7 +397,7 @@ class TrainingRun:
             at = {"start": self._start, "empty_steps": self._empty_steps}
             saved = self.current.state_dict() | at
         return {
-            **written(),
+            **{"format": FORMAT, "version": __version__, "unix_seconds": time.time()},
             "settings": self._same,
             "reward_funcs": list(self.settings.rewards.names),
             "train_data": name_of(self.settings.data["train"]),
@@ -454,7 +455,9 @@ class TrainingRun:
             self.counters["num_discarded_tokens"] += following.tokens
             following.clear()
         ahead = [c for group in following.groups for c in group.completions]
-        complete([*pool.completions, *ahead], startup.decode)
+        for completion in (*pool.completions, *ahead):
+            if completion.finished:  # a checkpoint holds no texts
+                completion.text = startup.decode(completion.own_ids)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)
         self.current, self._start, self._empty_steps = None, 0, 0

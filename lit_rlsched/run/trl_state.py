@@ -26,6 +26,8 @@ _ITS_NAME = {"eval_reward", "train_runtime"}
 class History(Callback, Logger):
     """Collects what is logged as `TrainerState.log_history`; a checkpoint holds it."""
 
+    name, version = "history", ""
+
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
         self.entries: list[dict[str, float]] = []
@@ -34,21 +36,6 @@ class History(Callback, Logger):
         self._losses = 0.0
         self._steps = 0
         self._began = 0.0, 0
-
-    @property
-    def name(self) -> str:
-        """Name of this logger."""
-        return "history"
-
-    @property
-    def version(self) -> str:
-        """Version of its run."""
-        return ""
-
-    @property
-    def save_dir(self) -> str | None:
-        """Folder of the run."""
-        return None if self.trainer is None else self.trainer.default_root_dir
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing: the settings are the script's."""

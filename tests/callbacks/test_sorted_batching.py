@@ -476,11 +476,8 @@ def test_the_ratio_to_the_engines_log_probs(fit, tiny_model, setting):
     assert clipped[0] == 0 < max(clipped)
 
 
-def test_settings_that_partial_mode_overrules(fit, tiny_model):
-    truncated = {"importance_sampling_mode": "token_truncate"}
+def test_uncorrected_stale_tokens_are_warned_of(fit, tiny_model):
     partial = [SortedBatching(mode="partial")]
-    with pytest.warns(UserWarning, match="has no effect.*old_logprobs='trainer'"):
-        fit(GRPOModule(tiny_model, **truncated), partial, trainer={"max_epochs": 1})
     uncorrected = {"old_logprobs": "trainer", "importance_sampling_mode": None}
     with pytest.warns(UserWarning, match="as if the newest had drawn them"):
         fit(GRPOModule(tiny_model, **uncorrected), partial, trainer={"max_epochs": 1})

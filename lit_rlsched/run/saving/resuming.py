@@ -4,21 +4,19 @@ Each check raises a `CheckpointError` or `ValueError` that names both values and
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rlsched import __version__
 from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
-from lit_rlsched.types import Completion, Group, stable_hash
+from lit_rlsched.types import Group, stable_hash
 
 FORMAT = 2
 """Format of the data module's state."""
@@ -33,11 +31,6 @@ SAME_ON_RESUME = (
 """Settings of the data module that decide what is drawn."""
 
 _FIX = "or start a new run in another folder."
-
-
-def written() -> dict[str, Any]:
-    """Return the format of a state, which version writes it, and when."""
-    return {"format": FORMAT, "version": __version__, "unix_seconds": time.time()}
 
 
 def check_same_weights(
@@ -125,16 +118,6 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
             "were trained on, and this run compares each completion with its whole group. "
             f"Resume with `advantage='reinforce++'` and without `DownSampling`, {_FIX}"
         )
-
-
-def complete(
-    completions: Iterable[Completion],
-    decode: Callable[[Sequence[int]], str],
-) -> None:
-    """Add the texts that a checkpoint does not hold."""
-    for completion in completions:
-        if completion.finished:
-            completion.text = decode(completion.own_ids)
 
 
 def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:
