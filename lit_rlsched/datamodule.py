@@ -20,7 +20,7 @@ from lit_rlsched.run import checks
 from lit_rlsched.run.interrupts import is_requeued, requeue
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.run_config import logged_settings, run_ids, warn_of_new_runs
+from lit_rlsched.run.run_config import logged_settings, run_ids
 from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
@@ -303,4 +303,3 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         assert self.trainer is not None
         if self.trainer.state.fn == "fit":
             self.run.load_state_dict(state)
-            warn_of_new_runs(self.trainer, state.get("wandb_ids", ()))

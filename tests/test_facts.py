@@ -16,9 +16,8 @@ from lit_rlsched.callbacks import RolloutLogger, TailBatching
 from lit_rlsched.callbacks.what_if import ALTERNATIVES, beside, candidate, missing, options
 from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.run.facts import recorded
 from lit_rlsched.run.saving.traces import FACTS
-from lit_rlsched.run.switches import class_names, make_schedule
+from lit_rlsched.run.switches import class_names, make_schedule, recorded
 from lit_rlsched.scheduling.trace_files import Newest, Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.learner import PlainLearner

@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_under_its_id_and_repeats_the_same_rows(tmp_path):
 # From Python.
 
 
-def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path, monkeypatch):
+def test_what_the_user_has_named_stays(fit, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")  # `offline=True` goes without `log_model`
 
@@ -254,8 +254,7 @@ def test_what_the_user_has_named_stays_and_a_new_run_is_warned_of(fit, tmp_path,
     trainer = run(1, logger(name="named", log_model=True))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     wandb.finish()
-    with pytest.warns(UserWarning, match=r"belongs to the W&B run .* use `WandbLogger\(id='"):
-        run(2, logger(), tmp_path / "a.ckpt")
+    run(2, logger(), tmp_path / "a.ckpt")
     wandb.finish()
     named, unnamed = sorted(offline_runs(tmp_path), key=lambda run: run.name != "named")
     assert (named.name, unnamed.name) == ("named", tmp_path.name)

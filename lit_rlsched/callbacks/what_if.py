@@ -16,9 +16,8 @@ from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroup
 from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
 from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
-from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.run.switches import EngineFacts, make_schedule
 from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs, calibrated

@@ -27,9 +27,8 @@ from lit_rlsched.callbacks.what_if import (
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
-from lit_rlsched.run.facts import facts_from
 from lit_rlsched.run.saving.traces import FACTS
-from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.run.switches import facts_from, make_schedule
 from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
 from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.simulation.costs import Costs, Fit, calibrated

@@ -58,11 +58,7 @@ class Advice:
             )
         if trained is not None:
             found["trains_in_half"] = trains_in_half(trained)
-        return self._once(**found)
-
-    def of_evaluation(self, never_correct: str | None) -> list[str]:
-        """Return warnings after a validation, such as that no completion can count as correct."""
-        return self._once(never_correct=never_correct)
+        return self.once(**found)
 
     def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
         """Return warnings after a round was drawn and scored."""
@@ -92,9 +88,10 @@ class Advice:
                 "prompts had the same reward, so the update learned nothing from them "
                 f"(`frac_reward_zero_std`). {_WHAT_TO_DO}"
             )
-        return self._once(**found)
+        return self.once(**found)
 
-    def _once(self, **found: str | None) -> list[str]:
+    def once(self, **found: str | None) -> list[str]:
+        """Return the warnings that were not given so far."""
         new = {name: text for name, text in found.items() if text and name not in self._given}
         self._given |= new.keys()
         return list(new.values())

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
 from lit_rlsched.data.row_table import RowTable
@@ -203,13 +202,3 @@ def saved_ids(path: str | Path) -> list[str]:
         return []  # Lightning will say so, or knows how to read it
     states = (state for state in checkpoint.values() if isinstance(state, dict))
     return next((state["wandb_ids"] for state in states if "wandb_ids" in state), [])
-
-
-def warn_of_new_runs(trainer: Trainer, saved: Sequence[str]) -> None:
-    """Warn if a resumed run is not logged to its checkpoint's W&B runs: ours have begun by now."""
-    for logger, theirs in zip(wandb_loggers(trainer), saved, strict=False):
-        if logger.version != theirs:
-            rank_zero_warn(
-                f"The checkpoint belongs to the W&B run `{theirs}`, but this run is logged as "
-                f"`{logger.version}`. To continue the old one, use `WandbLogger(id={theirs!r})`."
-            )

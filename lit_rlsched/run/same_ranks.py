@@ -127,20 +127,13 @@ class _Waiting:
     """A rank that waits for the others from when this is made."""
 
     def __init__(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        environment = strategy.cluster_environment
+        host, port = self._leader = environment.main_address, environment.main_port
+        self._place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._trainer = trainer
-        self._strategy: Any = trainer.strategy
-        self._limit = getattr(self._strategy, "_timeout", None) or timedelta(minutes=30)
+        self._limit = getattr(strategy, "_timeout", None) or timedelta(minutes=30)
         self._began = self._said = time.monotonic()
-
-    @property
-    def _leader(self) -> tuple[str, int]:
-        environment = self._strategy.cluster_environment
-        return environment.main_address, environment.main_port
-
-    @property
-    def _place(self) -> str:
-        host, port = self._leader
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def check_port(self) -> None:
         """Refuse a port of rank 0 that cannot be opened: another run may have it."""

@@ -109,7 +109,14 @@ class Startup:
             )
             self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
-        self._check_ranks()
+        module = trainer.lightning_module
+        sharded = is_sharded(trainer) and module.device_mesh is not None
+        if sharded and not hasattr(self.policy, SHARDED_FORWARD):
+            raise UsageError(
+                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
+                "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
+                "`configure_model`, or use `strategy='ddp'`."
+            )
         check_same_prompts(team, self.prompts.read)
         self._check_rows()
         self._slots = schedule.slots.share(len(settings.engine.engines))
@@ -146,18 +153,6 @@ class Startup:
                 f"`micro_batch_tokens={self._settings.micro_batch_tokens}` cannot hold the longest "
                 f"prompt ({longest} tokens) with `max_completion_length={limit}`. Use "
                 f"{longest + limit} or more."
-            )
-
-    def _check_ranks(self) -> None:
-        """Refuse a module that does not shard its policy as rollouts need it."""
-        if not is_sharded(self._trainer):
-            return
-        module = self._trainer.lightning_module
-        if module.device_mesh is not None and not hasattr(self.policy, SHARDED_FORWARD):
-            raise UsageError(
-                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
-                "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
-                "`configure_model`, or use `strategy='ddp'`."
             )
 
     @property

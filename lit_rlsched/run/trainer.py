@@ -125,11 +125,6 @@ def _limited(trainer: Trainer, steps: int) -> int:
             "the completions of the other steps are drawn but not trained on, and counted in "
             "`dropped/limit_train_batches`."
         )
-    if trainer.overfit_batches:  # type: ignore[attr-defined]
-        rank_zero_warn(
-            f"`Trainer(overfit_batches={limit})` limits the steps of a round, but each round draws "
-            "new prompts. To overfit, give `train_data` at most `prompts_per_round` rows."
-        )
     return left
 
 

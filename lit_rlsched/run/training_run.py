@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -23,21 +23,21 @@ from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.checks import check_trainer
-from lit_rlsched.run.facts import facts_of_trainer
+from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.run_config import describe_runs, shared_config
 from lit_rlsched.run.same_ranks import check_same, check_same_checkpoint, make_team
+from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.run.saving.resuming import (
     FORMAT,
     SAME_ON_RESUME,
     check_drawn,
-    check_has_state,
     check_state,
     check_whole_groups,
 )
 from lit_rlsched.run.startup import Startup, in_own_process
-from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.run.switches import class_names, make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
@@ -185,8 +185,19 @@ class TrainingRun:
             self.team = make_team(trainer)
             check_same(self.team.all_gather, shared_config(trainer, self.settings))
         only_ask(trainer, fits=trains)
-        self.facts = facts_of_trainer(trainer, self.settings, self.learner, trains)
-        self.schedule = make_schedule(trainer.callbacks, self.facts)  # type: ignore[attr-defined]
+        module: Any = trainer.lightning_module
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self.facts = RunFacts(
+            self.settings,
+            self.learner,
+            class_names(callbacks),
+            trains,
+            module.hparams,
+            module.automatic_optimization,
+            trainer.world_size,
+            type(trainer.strategy).__name__ if is_sharded(trainer) else None,
+        )
+        self.schedule = make_schedule(callbacks, self.facts)
 
     @property
     def _same(self) -> dict[str, Any]:
@@ -435,10 +446,15 @@ class TrainingRun:
 
     def check_resumed(self) -> None:
         """Refuse a checkpoint without a run, and processes that go on from other ones."""
-        trainer = self.trainer
-        check_same_checkpoint(self.team, trainer.ckpt_path)
-        if self.resumed is None and trainer.state.fn == "fit":
-            check_has_state(trainer.ckpt_path, trainer.datamodule)  # type: ignore[attr-defined]
+        trainer, path = self.trainer, self.trainer.ckpt_path
+        check_same_checkpoint(self.team, path)
+        if self.resumed is None and trainer.state.fn == "fit" and path is not None:
+            name = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]
+            raise CheckpointError(
+                f"`{path}` has no state of `{name}`: no prompts, pool, round or counters to "
+                "resume. Resume from a checkpoint of the whole run, or start a new run without "
+                "`ckpt_path`."
+            )
 
     def _restore(self, state: dict[str, Any]) -> None:
         startup, schedule = self.startup, self.schedule

@@ -61,16 +61,6 @@ def check_same_adapter(saved: Mapping[str, Any] | None, ours: Mapping[str, Any] 
             )
 
 
-def check_has_state(ckpt_path: Any, datamodule: object) -> None:
-    """Refuse a checkpoint that brought no state for a data module."""
-    if ckpt_path is not None:
-        raise CheckpointError(
-            f"`{ckpt_path}` has no state of `{type(datamodule).__qualname__}`: no prompts, pool, "
-            "round or counters to resume. Resume from a checkpoint of the whole run, or start a "
-            "new run without `ckpt_path`."
-        )
-
-
 def check_state(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse the state of a data module in another format, or made with another setting."""
     if (theirs := state.get("format", 0)) != FORMAT:
