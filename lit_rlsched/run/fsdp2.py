@@ -54,7 +54,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         assert self.lightning_module is not None
-        state = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        state: Any = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
         names = [name for group in state.get("param_groups", ()) for name in group["params"]]
         return _renamed(state, {name: i for i, name in enumerate(names)}) if names else {}
 

@@ -101,21 +101,13 @@ def fit_as_torchrun(folder, *options):
         return [*threads.map(rank, range(2))]
 
 
-SLOTS = [
-    "--trainer.callbacks+=MicroGroupSampling",
-    "--trainer.callbacks.slots=7",
-    "--data.num_engines=2",
-]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (2 * [["--data.num_engines=3"]], "`num_engines=3` is more than `prompts_per_round=2`"),
-        (2 * [SLOTS], "`MicroGroupSampling(slots=7)` with `num_engines=2`: "),
         ([[], ["--data.seed=4"]], "Rank 1 has `seed=4`, and rank 0 has `seed=0`"),
     ],
-    ids=["engines", "slots", "seed"],
+    ids=["engines", "seed"],
 )
 def test_a_wrong_setting_of_two_ranks_is_told_without_a_traceback(tmp_path, options, words):
     for done in fit_as_torchrun(tmp_path, *options):
