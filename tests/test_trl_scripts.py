@@ -242,6 +242,8 @@ def test_entries_of_a_setting_are_used_or_answered():
         ({"eval_dataset": DatasetDict(train=Dataset.from_list([{"prompt": "1"}]))}, "one split"),
         ({"args": {"loss_type": "bnpo", "gradient_accumulation_steps": 2}}, "Use `dapo`, or one"),
         ({"args": {"save_strategy": "best"}}, "which saves by time"),
+        ({"args": {"report_to": "trackio"}}, "Use `none`, `wandb`"),
+        ({"args": {"use_vllm": True, "vllm_mode": "server"}}, "there is no vLLM server"),
         ({"args": {"fp16": True, "bf16": True}}, "`fp16` or `bf16`"),
         ({"peft_config": LoraConfig(r=4)}, "peft's default of `target_modules` depends"),
         ({"peft_config": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "use_dora"),
