@@ -91,7 +91,6 @@ def play_trainer(monkeypatch):
 
     monkeypatch.setattr(weight_transfer, "open_group", opened)
     monkeypatch.setattr(weight_transfer, "handle_of", handle_of)
-    monkeypatch.setattr(weight_transfer, "GRACE", 3.0)
 
 
 class PlayedGPUs(VLLMEngine):

@@ -162,9 +162,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def policy_changes(self) -> None:
-        """Note that the policy is trained from here on, before the engine has ended its round."""
-
     @abstractmethod
     def stats(self) -> EngineStats:
         """What the engine holds, and its counters."""

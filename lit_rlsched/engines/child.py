@@ -178,8 +178,6 @@ class HasChild(Protocol):
 
     def stepped(self) -> None: ...
 
-    def forget_weights(self) -> None: ...
-
 
 class Child:
     """An engine's process, which answers messages."""

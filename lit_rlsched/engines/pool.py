@@ -158,9 +158,6 @@ class EnginePool(RolloutEngine):
         handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
-    def policy_changes(self) -> None:
-        self.each(lambda engine: engine.policy_changes())
-
     def sleep(self) -> None:
         self.each(lambda engine: engine.sleep())
 

@@ -14,7 +14,7 @@ from lit_rlsched.engines.child import ANSWER, START, Child, Link, PipeLink, pick
 from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
-from lit_rlsched.engines.weight_transfer import SentWeights, WeightTransfer, check_transfer
+from lit_rlsched.engines.weight_transfer import WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
@@ -39,7 +39,8 @@ class ProcessEngine(RolloutEngine):
     further tokens are drawn with other noise, unless the engine's noise has no state
     (`TransformersEngine`). A process that has not answered for 10 minutes, or 30 at its start, is
     killed and replaced in the same way. `rollout/engine_restarts` counts replacements. The run
-    stops if the process dies three times without a step in between.
+    stops if the process dies three times without a step in between, and at once with
+    `weight_transfer`, which keeps no copy of the weights.
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
@@ -90,8 +91,6 @@ class ProcessEngine(RolloutEngine):
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
-        self._irreplaceable = False
-        """Whether a new process could not get the weights that this one decodes with."""
         self._deaths = 0
 
     @property
@@ -165,7 +164,7 @@ class ProcessEngine(RolloutEngine):
         if self.weight_transfer is not None and self._transfer is None:
             self.reserve(spec, [self])
         self._spec = replace(spec, policy=None)  # it loads its own weights
-        self._store = self._new_store()
+        self._store = self._transfer or self._new_store()
         self._deaths = 0
         try:
             try:
@@ -185,16 +184,8 @@ class ProcessEngine(RolloutEngine):
         if spec.device.type == "cuda" and spec.engines + spec.first_gpu > 1:
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
-        if self._weights is None:
-            return
-        weights, version = self._weights
-        if isinstance(weights, SentWeights):
-            assert self._transfer is not None
-            self.forget_weights()  # it may die again
-            self._transfer.send(weights, [self])
-            self._weights = weights, version
-        else:
-            self._child.call("engine", "sync_weights", weights, version)
+        if self._weights is not None:
+            self._child.call("engine", "sync_weights", *self._weights)
 
     def limit(self, starts: bool) -> float:
         """Seconds for the process to start, or to answer, after which it counts as hanging."""
@@ -207,7 +198,7 @@ class ProcessEngine(RolloutEngine):
 
     def _new_store(self) -> WeightsStore:
         """Make the place through which weights reach the process."""
-        return self._transfer or WeightsFile()
+        return WeightsFile()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
@@ -233,16 +224,8 @@ class ProcessEngine(RolloutEngine):
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
-        if not isinstance(named_tensors, SentWeights):
+        if self._transfer is None:
             self._insist("engine", "sync_weights", *self._weights)
-
-    def forget_weights(self) -> None:
-        """Give a process that replaces this one no weights before the next sync."""
-        self._weights, self._irreplaceable = None, False
-
-    def policy_changes(self) -> None:
-        if self._weights is not None and isinstance(self._weights[0], SentWeights):
-            self._weights, self._irreplaceable = None, True
 
     def stats(self) -> EngineStats:
         return self._insist("engine", "stats")
@@ -251,8 +234,6 @@ class ProcessEngine(RolloutEngine):
         return self._insist("engine", "now")
 
     def sleep(self) -> None:
-        if self.weight_transfer is not None:
-            self.forget_weights()  # a sync comes before the next request
         if self.alive:  # not after the process has died too often
             self._insist("engine", "sleep")
 
@@ -294,15 +275,15 @@ class ProcessEngine(RolloutEngine):
         """Replace the process; the new one gets the weights of the last sync.
 
         Raises:
-            RunFailed: the process has died too often, or its weights cannot be read again.
+            RunFailed: the process has died too often, or nobody has a copy of its weights.
         """
         how = self.child.kill()
         name = self.numbered_name
-        if self._irreplaceable:
+        if self.weight_transfer is not None:
             self.close()
             raise RunFailed(
-                f"The process of {name} {how} while the policy was trained, which has other "
-                f"weights now, and `weight_transfer={self.weight_transfer!r}` keeps no copy. "
+                f"The process of {name} {how}. None takes its place with "
+                f"`weight_transfer={self.weight_transfer!r}`, which keeps no copy of the weights. "
                 "Resume from the last checkpoint, or leave `weight_transfer` out."
             )
         cause: Exception | None = None

@@ -287,16 +287,12 @@ class VLLMEngine(SlotEngine):
         self._refuse_when_running("sleep")
         if not self._can_sleep:
             return
-        if self.enable_lora:
-            self._live.sleep(level=1)  # no sync brings the base weights back
-        else:
-            self._live.collective_rpc(beside_model.keep)
-            self._live.sleep(level=2)  # drops the weights: a sync follows
+        # level 2 drops the weights, which the next sync brings back, but not those below adapters
+        self._live.sleep(level=1 if self.enable_lora else 2)
 
     def wake(self) -> None:
         if self._can_sleep:
             self._live.wake_up()
-            self._live.collective_rpc(beside_model.put_back)
 
     def close(self) -> None:
         if self._engine is None:

@@ -21,12 +21,12 @@ STORED = 64 * 2**20
 """Maximum bytes of weights in an object of Ray's store; a larger tensor is alone in one."""
 
 
-class HandedWeights(ABC):
-    """Named tensors that another process can read."""
+class HandedWeights:
+    """Named tensors that another process can read; none, if it has been sent them."""
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Named]:
         """Yield names and tensors, without a copy where the memory is shared."""
+        return iter(())
 
 
 class WeightsStore(ABC):

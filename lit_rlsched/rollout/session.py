@@ -169,7 +169,6 @@ class RolloutSession:
 
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
-        self.engine.policy_changes()
         self.background.start(decode)
 
     def wait(self) -> None:

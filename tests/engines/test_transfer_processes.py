@@ -1,18 +1,16 @@
 """Weights from GPU to GPU to engines in processes of their own, which play their GPUs."""
 
-import os
-import signal
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 from played_gpus import PlayedGPUs, perturb, play_trainer
-from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, weight_transfer
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.spec import EngineDied, EngineSpec
+from lit_rlsched.engines.spec import EngineSpec
+from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.weight_sync import WeightSync
 from lit_rlsched.types import Prompt
 
@@ -60,40 +58,15 @@ def synced(sync, policy, version):
 def test_nccl(start, tiny_policy, deadly):
     engine, sync = start("nccl", 2)
     assert synced(sync, tiny_policy, 1) and synced(sync, tiny_policy, 2)
+    deadly.write_text("1 SIGKILL")  # in the middle of a sync
+    with pytest.raises(RunFailed, match=r"engine 1 of 2 died of SIGKILL.* keeps no copy"):
+        synced(sync, tiny_policy, 3)
     assert [each.restarts for each in engine.engines] == [0, 0]
 
-    deadly.write_text("1 SIGKILL")  # in the middle of a sync
-    with pytest.warns(UserWarning, match="engine 1 of 2 .*another one takes its place"):
-        assert synced(sync, tiny_policy, 3)
-    assert engine.engines[1].restarts == 1 and not deadly.exists()
 
-    before = engine.engines[0].restarts
-    os.kill(engine.engines[1].pid, signal.SIGKILL)  # between two steps
-    with pytest.warns(UserWarning, match="engine 1 of 2"), pytest.raises(EngineDied):
-        sync.check(3)
-    assert sync.check(3) < 1e-3, "the new process has the weights"
-    assert engine.engines[0].restarts == before
-    assert synced(sync, tiny_policy, 4), "and is in one group with the other again"
-
-
-def test_an_engine_that_hangs(start, tiny_policy, deadly):
-    engine, sync = start("nccl", 2)
-    assert synced(sync, tiny_policy, 1)
-    for each in engine.engines:
-        each.limit = lambda starts, each=each: patience(each)
-    deadly.write_text("0 SIGSTOP")
-    said = "engine 0 of 2 did not answer for .* s and was killed"
-    with pytest.warns(UserWarning, match=said):
-        assert synced(sync, tiny_policy, 2)
-
-
-def test_ipc(start, tiny_policy, deadly):
-    engine, sync = start("ipc", 1)
-    assert synced(sync, tiny_policy, 1)
-    deadly.write_text("0 SIGKILL")
-    with pytest.warns(UserWarning, match="another one takes its place"):
-        assert synced(sync, tiny_policy, 2)
-    assert engine.restarts == 1
+def test_ipc(start, tiny_policy):
+    _, sync = start("ipc", 1)
+    assert synced(sync, tiny_policy, 1) and synced(sync, tiny_policy, 2)
 
 
 def test_an_engine_on_a_gpu_where_nobody_trains(start, tiny_policy):
