@@ -1,16 +1,14 @@
 """Runs any engine in a child process."""
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import ANSWER, START, Child, Link, PipeLink, pickled_engine
+from lit_rlsched.engines.child import CLOSED, Child, PipeChild, ReplacedEngine, pickled_engine
 from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
@@ -18,16 +16,11 @@ from lit_rlsched.engines.weight_transfer import WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import RunFailed, UsageError
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request
 
-MAX_DEATHS = 3
-"""The run stops when the process dies this many times without a step in between."""
 
-CLOSED = "The engine is closed or was not started."
-
-
-class ProcessEngine(RolloutEngine):
+class ProcessEngine(ReplacedEngine):
     """Runs another engine in a child process, so that it decodes while the trainer computes.
 
     The child process refills the slots itself. It keeps decoding as long as no decision of the
@@ -61,8 +54,6 @@ class ProcessEngine(RolloutEngine):
     """
 
     decodes_by_itself = True
-    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
-    """How an engine gets a GPU of its own."""
 
     def __init__(
         self,
@@ -78,36 +69,16 @@ class ProcessEngine(RolloutEngine):
             inner = type(engine).__name__
             raise UsageError(f"`{name}(engine={inner}(...))`: one process is enough.")
         check_transfer(weight_transfer, engine, type(self).__name__)
+        super().__init__()
         self.engine = engine
         self.weight_transfer = engine.weight_transfer = weight_transfer
-        self.restarts = 0
-        """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
-        self._child: Child | None = None
-        self._spec: EngineSpec | None = None
         self._transfer: WeightTransfer | None = None
         """Shared with the other engines of the run."""
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
-        self._deaths = 0
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the child, if there is one."""
-        return None if self._child is None else self._child.link.pid
-
-    @property
-    def trainer_address(self) -> str:
-        """Address of the trainer's node, as the engine's node knows it."""
-        return "127.0.0.1"
-
-    @property
-    def numbered_name(self) -> str:
-        """Name of the engine in messages."""
-        assert self._spec is not None
-        return self._spec.name
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -180,21 +151,18 @@ class ProcessEngine(RolloutEngine):
         engine = pickled_engine(self.engine)
         spec = self._spec
         give_back(spec.device)  # the trainer may have used the GPU since
-        self._child = Child(self.limit, spec.name, self._connect(spec))
+        self._child = self._connect(spec)
         if spec.device.type == "cuda" and spec.engines + spec.first_gpu > 1:
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
         if self._weights is not None:
             self._child.call("engine", "sync_weights", *self._weights)
 
-    def limit(self, starts: bool) -> float:
-        """Seconds for the process to start, or to answer, after which it counts as hanging."""
-        return START if starts else ANSWER
-
-    def _connect(self, spec: EngineSpec) -> Link:
+    def _connect(self, spec: EngineSpec) -> Child:
         """Start a process for the engine."""
         variables = variables_of(spec, self.tensor_parallel_size, os.environ)
-        return PipeLink(variables, cores_of(spec, available_cores()) if spec.engines > 1 else None)
+        cores = cores_of(spec, available_cores()) if spec.engines > 1 else None
+        return PipeChild(self.limit, spec.name, variables, cores)
 
     def _new_store(self) -> WeightsStore:
         """Make the place through which weights reach the process."""
@@ -254,77 +222,3 @@ class ProcessEngine(RolloutEngine):
 
     def make_worker(self, admission: Admission) -> RemoteWorker:
         return RemoteWorker(self, admission)
-
-    @property
-    def alive(self) -> bool:
-        """Whether there is a process, or a dead one that can be replaced."""
-        return self._child is not None
-
-    @property
-    def child(self) -> Child:
-        """The engine's process.
-
-        Raises:
-            RunFailed: the engine is closed or was not started.
-        """
-        if self._child is None:
-            raise RuntimeError(CLOSED)
-        return self._child
-
-    def revive(self) -> None:
-        """Replace the process; the new one gets the weights of the last sync.
-
-        Raises:
-            RunFailed: the process has died too often, or nobody has a copy of its weights.
-        """
-        how = self.child.kill()
-        name = self.numbered_name
-        if self.weight_transfer is not None:
-            self.close()
-            raise RunFailed(
-                f"The process of {name} {how}. None takes its place with "
-                f"`weight_transfer={self.weight_transfer!r}`, which keeps no copy of the weights. "
-                "Resume from the last checkpoint, or leave `weight_transfer` out."
-            )
-        cause: Exception | None = None
-        while True:
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                self.close()
-                raise RunFailed(
-                    f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
-                    "from outside, memory may have run out: give the key-value cache less."
-                ) from cause
-            self.restarts += 1
-            warnings.warn(
-                f"The process of {name} {how}; another one takes its place and goes on from the "
-                f"tokens received (restart {self.restarts}).",
-                stacklevel=2,
-            )
-            try:
-                return self._launch()
-            except EngineDied:
-                how, cause = self.child.kill(), None
-            except Exception as error:  # the engine has started with these settings before
-                self.child.kill()
-                how, cause = f"did not start again ({error})", error
-
-    def stepped(self) -> None:
-        """Note that the process has made a step."""
-        self._deaths = 0
-
-    def _ask(self, *message: Any) -> Any:
-        """Ask the process, and replace it if it dies; it then has no requests."""
-        try:
-            return self.child.call(*message)
-        except EngineDied:
-            self.revive()
-            raise
-
-    def _insist(self, *message: Any) -> Any:
-        """Ask the process, and the one that replaces it, until there is an answer."""
-        while True:
-            with suppress(EngineDied):
-                answer = self._ask(*message)
-                self._deaths = 0
-                return answer

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import LAUNCHER
+from lit_rlsched.engines.child import LAUNCHER, Child
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
@@ -132,16 +132,16 @@ class RayEngine(ProcessEngine):
 
     def _launch(self) -> None:
         super()._launch()
-        assert isinstance(self.child.link, ActorLink)
-        if not (self.engine.virtual_clock or self.child.link.is_here):  # it has another clock
+        assert isinstance(self.child, ActorChild)
+        if not (self.engine.virtual_clock or self.child.is_here):  # it has another clock
             offset = time.monotonic() - self.child.call("engine", "now")
             self.child.call("engine", "__setattr__", "clock_offset", offset)
 
     @property
     def numbered_name(self) -> str:
         """Name of the engine in messages, with its address if it runs on another node."""
-        link = None if self._child is None else self._child.link
-        return super().numbered_name + (link.place if isinstance(link, ActorLink) else "")
+        place = self._child.place if isinstance(self._child, ActorChild) else ""
+        return super().numbered_name + place
 
     @property
     def trainer_address(self) -> str:
@@ -149,9 +149,9 @@ class RayEngine(ProcessEngine):
 
         return str(ray.util.get_node_ip_address())
 
-    def _connect(self, spec: EngineSpec) -> "ActorLink":
+    def _connect(self, spec: EngineSpec) -> "ActorChild":
         assert self._reservation is not None
-        return ActorLink(self._reservation, spec)
+        return ActorChild(self.limit, self._reservation, spec)
 
     def _new_store(self) -> ObjectStore:
         return ObjectStore()
@@ -289,15 +289,17 @@ def _say(resources: Mapping[str, float]) -> str:
     return " + ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-class ActorLink:
-    """The connection to an engine in a Ray actor."""
+class ActorChild(Child):
+    """An engine in a Ray actor."""
 
-    def __init__(self, reservation: Reservation, spec: EngineSpec) -> None:
+    def __init__(
+        self, limit: Callable[[bool], float], reservation: Reservation, spec: EngineSpec
+    ) -> None:
+        super().__init__(limit, spec.name)
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.closed = self._killed = False
-        self.pid: int | None = None
+        self._killed = False
         self._node = self._address = ""
         self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
@@ -338,14 +340,14 @@ class ActorLink:
         """Where the actor runs, for messages; empty on the trainer's node."""
         return "" if self.is_here or not self._address else f" on {self._address}"
 
-    def send(self, message: tuple[Any, ...]) -> None:
+    def post(self, message: tuple[Any, ...]) -> None:
         if self._hello is not None:
             self._unsent.append(message)
             return
         self._actor.tell.remote(self._sent, message)
         self._sent += 1
 
-    def receive(self) -> Any:
+    def take(self) -> Any:
         import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
@@ -378,7 +380,7 @@ class ActorLink:
                 f"{__version__}. Install the same version on every node."
             )
         for message in self._unsent:
-            self.send(message)
+            self.post(message)
 
     def _first_answer(self) -> Any:
         """Wait until the actor runs, and create it again where it was on a node that is lost."""
@@ -422,7 +424,7 @@ class ActorLink:
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             ray.get(self._actor.wait.remote(), timeout=seconds)
 
-    def kill(self) -> None:
+    def strike(self) -> None:
         import ray
 
         self._killed = True
@@ -433,7 +435,6 @@ class ActorLink:
                 os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        self.kill()
-        self.closed = True
+        self.strike()
         self._stream = self._batch = None
         return self._how

@@ -23,7 +23,7 @@ from torch import Tensor
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_worker import gpu_of, open_group
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import HasChild
+from lit_rlsched.engines.child import ReplacedEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
@@ -94,7 +94,7 @@ class WeightTransfer(WeightsStore):
     An engine that dies ends the run.
     """
 
-    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
+    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[ReplacedEngine]) -> None:
         self._nccl, self._engines, self._device = kind == "nccl", engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer={kind!r})`"
         if spec.device.type != "cuda":

@@ -193,7 +193,6 @@ class Startup:
             kv_cache_bytes=self._schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if engine.enable_lora else None,
             first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
-            returns=settings.tools is not None,
         )
         return replace(spec, slots=self.slots(spec))
 

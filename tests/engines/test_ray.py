@@ -33,7 +33,7 @@ from lit_rlsched.engines import (
     VLLMEngine,
 )
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.ray_engine import UNREAD, ActorLink, connect
+from lit_rlsched.engines.ray_engine import UNREAD, ActorChild, connect
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.scheduling.admission import Admission
@@ -278,10 +278,10 @@ def test_an_actor_waits_for_a_trainer_that_does_not_read(tmp_path, monkeypatch):
     worker.step()
     while os.path.getsize(tmp_path / "steps") < 400:
         time.sleep(0.01)
-    link, read = engine.child.link, []
-    monkeypatch.setattr(link, "_next", lambda following=link._next: read.append(1) or following())
+    child, read = engine.child, []
+    monkeypatch.setattr(child, "_next", lambda following=child._next: read.append(1) or following())
     for _ in range(399):
-        engine.child.answer()
+        child.answer()
     assert len(read) <= UNREAD + 2, "all that came later are in one object"
     assert worker.abort() == [] and engine.stats().running == 0
     engine.close()
@@ -340,7 +340,7 @@ class Later(TransformersEngine):
 def test_an_engine_on_another_node_tells_times_of_the_trainers_clock(
     monkeypatch, tiny_model, tiny_policy
 ):
-    monkeypatch.setattr(ActorLink, "is_here", False)
+    monkeypatch.setattr(ActorChild, "is_here", False)
     engine = RayEngine(Later())
     began = time.monotonic()
     engine.start(EngineSpec(tiny_model, 2, 64, (1,), policy=tiny_policy))

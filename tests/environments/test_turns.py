@@ -590,17 +590,6 @@ def test_a_completion_begins_anew_if_its_environment_answers_otherwise(run):
     assert rounds[-1].metrics["dropped/environment_diverged"] > 0
 
 
-@pytest.mark.parametrize("slots", [3, 16])
-def test_a_returning_completion_is_not_prefilled_again(run, slots):
-    _, rounds = run(MicroGroupSampling(slots=slots), environment_factory=notes())
-    for round in rounds:
-        replies = sum(n for c in round.completions for a, n in c.segments if a == ENVIRONMENT)
-        prompts = sum(len(g.prompt.token_ids) * len(g.completions) for g in round.groups)
-        turns = sum(m["role"] == "assistant" for c in round.completions for m in c.messages)
-        assert turns > 1.5 * len(round.completions)
-        assert round.metrics["rollout/prefill_tokens"] <= 1.3 * (prompts + replies)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_killed_at_any_point_of_a_turn_and_resumed_equals_never_stopped(

@@ -33,7 +33,7 @@ from struck_engines import struck
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.engines import process_engine
+from lit_rlsched.engines import child
 from lit_rlsched.run import run_config, same_ranks, training_run
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
@@ -147,7 +147,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
     same_ranks.SLOW, limit = more.get("waits", (same_ranks.SLOW, None))
     if "hang" in more:
-        process_engine.ANSWER = more["hang"]
+        child.ANSWER = more["hang"]
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController, completion_seed

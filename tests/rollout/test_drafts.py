@@ -9,7 +9,7 @@ from enumerated import EOS, LIMIT, PROMPT, SEED, make_policy, moved, verify
 
 from benchmarks.draft_law import p_value
 from lit_rlsched.engines import TransformersEngine
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored

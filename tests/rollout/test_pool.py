@@ -61,6 +61,8 @@ class PlayedServer(Server):
 class PlayedChild(Child):
     """An engine's process, played in this one."""
 
+    post = take = wait = strike = end = None  # there is no process
+
     def __init__(self, chance, mortal):
         self._chance, self._mortal = chance, mortal
         self._asked, self._name = 0, "the engine"

@@ -15,10 +15,9 @@ from sampled_groups import GENERATIONS, PROMPTS, plan
 from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.child import PipeLink, Watch
-from lit_rlsched.engines.process_engine import MAX_DEATHS
+from lit_rlsched.engines.base import RolloutWorker
+from lit_rlsched.engines.child import MAX_DEATHS, PipeChild, Watch
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
@@ -104,15 +103,15 @@ def pause(group):
     time.sleep(0.05)
 
 
-def wait_for_a_step(link):
+def wait_for_a_step(child):
     """Wait until there is an answer that was not received."""
-    if isinstance(link, PipeLink):
-        while not link.connection.poll():
+    if isinstance(child, PipeChild):
+        while not child.connection.poll():
             time.sleep(0.01)
     else:
         import ray
 
-        ray.wait([link._stream])
+        ray.wait([child._stream])
 
 
 def check_alike(groups, others):
@@ -159,7 +158,7 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     worker.start_round(ahead=True)
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     (event,) = worker.step()
-    wait_for_a_step(there.engine.child.link)
+    wait_for_a_step(there.engine.child)
     assert worker.abort() == [] and not worker.busy
     assert worker.ahead_steps > 0
     assert trace.tokens == len(event.token_ids) == 1

@@ -73,7 +73,7 @@ def test_a_process_that_is_replaced_finds_the_memory_too(said, monkeypatch):
         said.child()
         raise Stop
 
-    monkeypatch.setattr("lit_rlsched.engines.process_engine.PipeLink", child)
+    monkeypatch.setattr("lit_rlsched.engines.process_engine.PipeChild", child)
     with pytest.raises(Stop):
         engine._launch()
     assert said == ["collect", "empty_cache", "child"]

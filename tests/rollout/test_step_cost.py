@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.jobs import Job, scored
