@@ -26,18 +26,15 @@ from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.settings import RunFailed, UsageError
-from lit_rlsched.text import counted
 
 MIN_VERSION = (2, 59)
 """The first version that asks for a token by default, so that other users cannot run code."""
-UNREAD = 4
-"""Number of objects with answers that the actor may be ahead of the trainer."""
 LOST_NODE = 60.0
 """Seconds for which Ray may take a lost node for alive and place new actors there."""
 STARTUP = 300.0
 """Seconds for an actor to start, which imports the package and torch."""
 THREADS = 3
-"""Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
+"""Of the actor, beside the engine's: one returns answers, one takes messages, one waits."""
 
 
 class RayEngine(ProcessEngine):
@@ -174,12 +171,13 @@ class Reservation:
 
         self.group: Any = placement_group([self.bundle] * engines, strategy="SPREAD")
         if not self.group.wait(timeout):
-            why = missing(self.bundle, engines)
             self._remove()
+            wanted = " + ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
             raise RunFailed(
-                f"`RayEngine`: the Ray cluster has no room for {engines} x {_say(self.bundle)} "
-                f"after {timeout:g} s: {why}. Start Ray on more nodes, or change `num_engines`, "
-                "`tensor_parallel_size` or `RayEngine(resources=...)`."
+                f"`RayEngine`: the Ray cluster has no room for {engines} x {wanted} after "
+                f"{timeout:g} s (`ray status` shows what it has and who uses it). Start Ray on "
+                "more nodes, or change `num_engines`, `tensor_parallel_size` or "
+                "`RayEngine(resources=...)`."
             )
 
     def node(self, index: int) -> str:
@@ -268,27 +266,6 @@ def _address_of_this_node() -> str | None:
         return None
 
 
-def missing(bundle: Mapping[str, float], engines: int) -> str:
-    """Return why the connected cluster has no room for so many engines."""
-    import ray
-
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(
-        min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
-        for node in nodes
-    )
-    if room >= engines:
-        free = ray.available_resources()
-        return f"others use it ({_say({name: free.get(name, 0) for name in bundle})} are free)"
-    held = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
-    where = counted(len(nodes), "node")
-    return f"it has {where} with {_say(held)} in all, which is enough for {room}"
-
-
-def _say(resources: Mapping[str, float]) -> str:
-    return " + ".join(f"{amount:g} {name}" for name, amount in resources.items())
-
-
 class ActorChild(Child):
     """An engine in a Ray actor."""
 
@@ -303,11 +280,8 @@ class ActorChild(Child):
         self._node = self._address = ""
         self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
-        self._unsent: list[tuple[Any, ...]] = []
-        """Messages for an actor that does not run yet."""
-        self._stream: Any = None
         self._batch: Any = None
-        """Reference of answers that were not read yet."""
+        """Reference of the next answers."""
         self._answers: deque[bytes | None] = deque()
         self._how = "died"
         """How the actor ended."""
@@ -341,9 +315,7 @@ class ActorChild(Child):
         return "" if self.is_here or not self._address else f" on {self._address}"
 
     def post(self, message: tuple[Any, ...]) -> None:
-        if self._hello is not None:
-            self._unsent.append(message)
-            return
+        self._greet()
         self._actor.tell.remote(self._sent, message)
         self._sent += 1
 
@@ -352,15 +324,12 @@ class ActorChild(Child):
         from ray.exceptions import ObjectLostError, RayActorError
 
         try:
-            self._greet()
             while not self._answers:
                 if self._batch is None:
-                    self._batch = self._next()
+                    self._batch = self._actor.answers.remote()
                 self._answers.extend(ray.get(self._batch))
-                self._batch = None
+                self._batch = self._actor.answers.remote()  # they come while these are read
         except (RayActorError, ObjectLostError) as error:
-            if getattr(error, "actor_init_failed", False):
-                self._how = f"could not be created ({str(error).splitlines()[-1]})"
             raise EOFError from error
         answer = self._answers.popleft()
         if answer is None:
@@ -368,30 +337,21 @@ class ActorChild(Child):
         return pickle.loads(answer)
 
     def _greet(self) -> None:
-        """Wait until the actor runs, and refuse another version of the package."""
-        if self._hello is None:
-            return
-        version, self._node, self._address, self.pid = self._first_answer()
-        self._hello = None
-        if version != __version__:
-            raise RunFailed(
-                f"`RayEngine`: {self._placed_on()} has "
-                f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
-                f"{__version__}. Install the same version on every node."
-            )
-        for message in self._unsent:
-            self.post(message)
+        """Wait until the actor runs, and refuse another version of the package.
 
-    def _first_answer(self) -> Any:
-        """Wait until the actor runs, and create it again where it was on a node that is lost."""
+        Where it was on a node that is lost, it is created again.
+        """
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         began = time.monotonic()
-        while True:
+        while self._hello is not None:
             try:
-                return ray.get(self._hello, timeout=STARTUP)
+                hello = ray.get(self._hello, timeout=STARTUP)
+                version, self._node, self._address, self.pid = hello
+                self._hello = None
             except GetTimeoutError:
+                self.kill()
                 raise RunFailed(
                     f"`RayEngine`: an actor on {self._placed_on()} does not start within "
                     f"{STARTUP:g} s. Ray's logs on that node (`/tmp/ray/session_latest/logs`) say "
@@ -399,26 +359,23 @@ class ActorChild(Child):
                 ) from None
             except RayActorError as error:
                 time.sleep(1.0)
+                if error.actor_init_failed:
+                    self._how = f"could not be created ({str(error).splitlines()[-1]})"
                 late = time.monotonic() - began > LOST_NODE
                 if late or error.actor_init_failed or self._killed:
-                    raise
-            self._actor = self._create()
-            self._hello = self._actor.hello.remote()
-
-    def _next(self) -> Any:
-        """Return the reference of the next answers; a stream ends after many."""
-        while True:
-            if self._stream is None:
-                self._stream = self._actor.answers.options(
-                    num_returns="streaming", _generator_backpressure_num_objects=UNREAD
-                ).remote()
-            with suppress(StopIteration):
-                return next(self._stream)
-            self._stream = None
+                    raise ConnectionError from error
+                self._actor = self._create()
+                self._hello = self._actor.hello.remote()
+            else:
+                if version != __version__:
+                    self.kill()
+                    raise RunFailed(
+                        f"`RayEngine`: {self._placed_on()} has "
+                        f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the "
+                        f"trainer {__version__}. Install the same version on every node."
+                    )
 
     def wait(self, seconds: float) -> None:
-        if self._hello is not None:  # it was told nothing yet
-            return
         import ray
 
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
@@ -436,5 +393,5 @@ class ActorChild(Child):
 
     def end(self) -> str:
         self.strike()
-        self._stream = self._batch = None
+        self._batch = None
         return self._how

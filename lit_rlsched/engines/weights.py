@@ -2,10 +2,9 @@
 
 import os
 import tempfile
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,23 +108,13 @@ class StoredWeights(HandedWeights):
     def __iter__(self) -> Iterator[Named]:
         import ray
 
-        references = [reference for reference, _ in self.buckets]
-        # the node fetches the next ones while one is loaded
-        threading.Thread(target=_fetch, args=(references,), daemon=True).start()
-        for reference, index in self.buckets:
-            for array, (name, dtype, shape) in zip(ray.get(reference), index, strict=True):
+        fetched = ray.get([reference for reference, _ in self.buckets])
+        for arrays, (_, index) in zip(fetched, self.buckets, strict=True):
+            for array, (name, dtype, shape) in zip(arrays, index, strict=True):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # it can only be read
                     bytes_ = torch.from_numpy(array)
                 yield name, bytes_.view(dtype).view(shape)
-
-
-def _fetch(references: Sequence[Any]) -> None:
-    """Wait until objects are on this node; who reads them says what is wrong with one."""
-    import ray
-
-    with suppress(ray.exceptions.RayError, ValueError):
-        ray.wait(references, num_returns=len(references))
 
 
 class ObjectStore(WeightsStore):

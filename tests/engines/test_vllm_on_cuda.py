@@ -118,7 +118,6 @@ def spec(slots: int, length: int = 1024, device: torch.device = CUDA) -> EngineS
         (4096, 1024, {}, 8192),
         (10_000, 1024, {}, 10_000),
         (4, 128, {}, 512),
-        (256, 1024, {"max_num_seqs": 9000}, 9000),
         (256, 1024, {"max_num_batched_tokens": 2048}, 2048),
     ],
 )

@@ -111,7 +111,7 @@ def wait_for_a_step(child):
     else:
         import ray
 
-        ray.wait([child._stream])
+        ray.wait([child._batch])
 
 
 def check_alike(groups, others):
