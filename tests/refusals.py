@@ -311,18 +311,18 @@ ENGINES = [
     bad(en.RayEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
     bad(en.ProcessEngine, "one process is enough", en.ProcessEngine(en.SimulatedEngine())),
     *(
-        bad(partial(kind, engine), says, weight_transfer=how)
+        bad(partial(kind, engine), says, weight_transfer="nccl")
         for kind in (en.ProcessEngine, en.RayEngine)
-        for engine, how, says in (
-            (en.TransformersEngine(), "ipc", "vLLM's, and `TransformersEngine` has no part"),
-            (en.SimulatedEngine(), "nccl", "vLLM's, and `SimulatedEngine` has no part"),
-            (en.VLLMEngine(enable_lora=True), "ipc", r"`VLLMEngine\(enable_lora=True\)`"),
+        for engine, says in (
+            (en.TransformersEngine(), "vLLM's, and `TransformersEngine` has no part"),
+            (en.SimulatedEngine(), "vLLM's, and `SimulatedEngine` has no part"),
+            (en.VLLMEngine(enable_lora=True), r"`VLLMEngine\(enable_lora=True\)`"),
         )
     ),
     *(
         bad(lambda e, n: started(EnginePool.of(e, n) if n > 1 else e), "on cpu.* Leave `we", e, n)
         for kind in (en.ProcessEngine, en.RayEngine)
-        for e in (kind(weight_transfer=how) for how in ("ipc", "nccl"))
+        for e in (kind(weight_transfer="nccl"),)
         for n in (1, 2)
     ),
     bad(started, "multiple of the number of engines, 2", EnginePool([en.SimulatedEngine()] * 2), 3),

@@ -17,7 +17,7 @@ from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutLogger
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 
 
-@pytest.mark.parametrize(("transfer", "first"), [(None, 0), ("ipc", 0), ("nccl", 1)])
+@pytest.mark.parametrize(("transfer", "first"), [(None, 0), ("nccl", 1)])
 def test_engines_with_gpus_of_their_own_begin_after_the_trainers(fit, transfer, first):
     class Looking(TransformersEngine):
         weight_transfer = transfer

@@ -368,10 +368,8 @@ def test_engines_of_a_ray_cluster_have_gpus_of_their_own(plan):
     ("placement", "transfer", "apart"),
     [
         (ProcessEngine, None, False),
-        (ProcessEngine, "ipc", False),
         (ProcessEngine, "nccl", True),
         (RayEngine, None, True),
-        (RayEngine, "ipc", False),
         (RayEngine, "nccl", True),
     ],
 )

@@ -119,12 +119,6 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "NCCLWeightTransferEngine.model_update_group",
         "NCCLWeightTransferUpdateInfo(names=, dtype_names=, shapes=)",
     ),
-    "vllm.distributed.weight_transfer.ipc_engine": (
-        "IPCWeightTransferEngine.init_info_cls",
-        "IPCWeightTransferEngine.update_info_cls",
-        "IPCWeightTransferInitInfo(packed=)",
-        "IPCWeightTransferUpdateInfo(names=, dtype_names=, shapes=, tensor_sizes=, ipc_handles=)",
-    ),
     "vllm.distributed.device_communicators.pynccl": (
         "PyNcclCommunicator.disabled",
         "PyNcclCommunicator.broadcast(data, src=, stream=)",

@@ -192,7 +192,7 @@ def join(worker: Any, init: Mapping[str, Any]) -> None:
     """Make the connection with the trainer."""
     engine = worker.weight_transfer_engine
     worker.init_weight_transfer_engine(known(engine.init_info_cls, {**WIRE, **init}))
-    check_nccl(getattr(engine, "model_update_group", None))
+    check_nccl(engine.model_update_group)
 
 
 def receive(worker: Any, update: Mapping[str, Any], first: bool, last: bool) -> None:
@@ -223,7 +223,7 @@ def open_group(where: Mapping[str, Any]) -> Any:
 
 def check_nccl(group: Any) -> None:
     """Refuse a group that would send nothing and say nothing."""
-    if group is not None and group.disabled:
+    if group.disabled:
         raise RunFailed(
             "`weight_transfer='nccl'`: vLLM cannot load NCCL, or `VLLM_DISABLE_PYNCCL` is set. "
             "Leave `weight_transfer` out: weights then go through host memory."

@@ -37,7 +37,7 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
     adapters alone (`training.policy.named_adapters`)."""
     weight_transfer: str | None = None
-    """`ipc` or `nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
+    """`nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
     ends_with_process = False
     """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False

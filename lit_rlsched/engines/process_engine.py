@@ -38,9 +38,8 @@ class ProcessEngine(ReplacedEngine):
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
         weight_transfer: Way of the weights from the trainer's GPU to the engine's, by vLLM's
-            weight-transfer API, in place of shared memory. With `ipc` the engine is on the GPU of
-            the trainer's rank and reads its buffers by CUDA IPC. With `nccl` it is on a GPU of its
-            own, one after those of the trainer's ranks. Neither has run on a GPU.
+            weight-transfer API, in place of shared memory. With `nccl` it is on a GPU of its own,
+            one after those of the trainer's ranks. It has not run on a GPU.
 
     Raises:
         UsageError: the engine cannot receive weights in this way; in `start`: the run is not on
@@ -58,7 +57,7 @@ class ProcessEngine(ReplacedEngine):
     def __init__(
         self,
         engine: RolloutEngine | None = None,
-        weight_transfer: Literal["ipc", "nccl"] | None = None,
+        weight_transfer: Literal["nccl"] | None = None,
     ) -> None:
         if engine is None:
             from lit_rlsched.engines.vllm import VLLMEngine
@@ -111,7 +110,7 @@ class ProcessEngine(ReplacedEngine):
             held,
             handed_over=sent * self.cache_dtype(spec).itemsize,
             how_weights=held.how_weights + divided,
-            apart=spec.device.type == "cuda" and self.weight_transfer == "nccl",
+            apart=spec.device.type == "cuda" and self.weight_transfer is not None,
         )
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
@@ -125,7 +124,7 @@ class ProcessEngine(ReplacedEngine):
         if self.weight_transfer is None:
             return
         ours = [engine for engine in engines if isinstance(engine, ProcessEngine)]
-        transfer = WeightTransfer(self.weight_transfer, spec, ours)
+        transfer = WeightTransfer(spec, ours)
         for engine in ours:
             engine._transfer = transfer
 

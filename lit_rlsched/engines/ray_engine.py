@@ -58,7 +58,7 @@ class RayEngine(ProcessEngine):
             `OMP_NUM_THREADS` is set.
         timeout: Maximum seconds to wait until the cluster has the resources.
         weight_transfer: Way of the weights from GPU to GPU in place of Ray's object store; see
-            `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
+            `ProcessEngine`. The cluster must leave the trainer's GPU out.
 
     Raises:
         UsageError: in `start`: Ray is missing or too old; there is no cluster, or it does not
@@ -82,7 +82,7 @@ class RayEngine(ProcessEngine):
         engine: RolloutEngine | None = None,
         resources: dict[str, float] | None = None,
         timeout: float = 50.0,
-        weight_transfer: Literal["ipc", "nccl"] | None = None,
+        weight_transfer: Literal["nccl"] | None = None,
     ) -> None:
         super().__init__(engine, weight_transfer)
         self.resources = {"CPU": 1.0} if resources is None else dict(resources)
@@ -96,8 +96,7 @@ class RayEngine(ProcessEngine):
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """As if the cluster had no GPU of the trainer's; on CPU, with all engines on one node."""
-        apart = spec.device.type == "cuda" and self.weight_transfer != "ipc"
-        return replace(super().footprint(spec, sizes), apart=apart)
+        return replace(super().footprint(spec, sizes), apart=spec.device.type == "cuda")
 
     def bundle(self, spec: EngineSpec) -> dict[str, float]:
         """Return the resources of one engine, by Ray's names."""

@@ -4,9 +4,9 @@ import os
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -172,14 +172,6 @@ class PackedWeights:
     """Their bytes, one tensor after the other, `[bytes]`."""
     last: bool
     """Whether no bucket follows."""
-    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """CUDA IPC handles of this buffer, and of the same on other ranks, by UUID of the GPU."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        pairs = zip(self.dtypes, self.shapes, strict=True)
-        return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -196,16 +188,8 @@ class WeightSource(ABC):
         """Yield the whole tensors under their checkpoint names."""
 
     @abstractmethod
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
-        """Yield the same tensors in buckets.
-
-        Args:
-            dtype: Precision of the engines; see `WeightsStore.write`.
-            gpus: UUIDs of the GPUs on which engines read the buckets by CUDA IPC; empty if they do
-                not.
-        """
+    def packed(self, dtype: torch.dtype) -> Generator[PackedWeights, None, None]:
+        """Yield the same tensors in buckets; `dtype` is that of `WeightsStore.write`."""
 
 
 def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:

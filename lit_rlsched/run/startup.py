@@ -192,7 +192,7 @@ class Startup:
             seed=settings.seed,
             kv_cache_bytes=self._schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if engine.enable_lora else None,
-            first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
+            first_gpu=self._trainer.num_devices if engine.weight_transfer else 0,
         )
         return replace(spec, slots=self.slots(spec))
 

@@ -22,56 +22,24 @@ pytestmark = [
 PROBE = [Prompt("a", "", (5, 14, 6)), Prompt("b", "", (18, 33))]
 
 
-@pytest.fixture
-def deadly(tmp_path):
-    return tmp_path / "deadly"
-
-
-@pytest.fixture
-def start(tiny_model, tiny_policy, deadly, monkeypatch):
-    """Start engines; returns them, and their sync, which compares log-probs."""
+def test_two_engines_get_the_weights_and_one_that_dies_ends_the_run(
+    tiny_model, tiny_policy, tmp_path, monkeypatch
+):
     play_trainer(monkeypatch)
     small = partial(weight_transfer.buckets, limit=60_000)
     monkeypatch.setattr(weight_transfer, "buckets", small)
-    started = []
-
-    def start(kind, count):
-        first = 1 if kind == "nccl" else 0
-        device = torch.device("cuda", 0)
-        spec = EngineSpec(tiny_model, 4 * count, 128, (), device=device, first_gpu=first)
-        engine = ProcessEngine(PlayedGPUs(str(deadly)), weight_transfer=kind)
-        engine = engine if count == 1 else EnginePool.of(engine, count)
-        started.append(engine)
-        engine.start(spec)
-        return engine, WeightSync(engine, spec, tiny_policy, probe=PROBE)
-
-    yield start
-    for engine in started:
-        engine.close()
-
-
-def synced(sync, policy, version):
-    perturb(policy)
-    return sync(version)["sync/max_logp_diff"] < 1e-3
-
-
-def test_nccl(start, tiny_policy, deadly):
-    engine, sync = start("nccl", 2)
-    assert synced(sync, tiny_policy, 1) and synced(sync, tiny_policy, 2)
-    deadly.write_text("1 SIGKILL")  # in the middle of a sync
-    with pytest.raises(RunFailed, match=r"engine 1 of 2 died of SIGKILL.* keeps no copy"):
-        synced(sync, tiny_policy, 3)
-    assert [each.restarts for each in engine.engines] == [0, 0]
-
-
-def test_ipc(start, tiny_policy):
-    _, sync = start("ipc", 1)
-    assert synced(sync, tiny_policy, 1) and synced(sync, tiny_policy, 2)
-
-
-def test_an_engine_on_a_gpu_where_nobody_trains(start, tiny_policy):
-    _, sync = start("ipc", 2)
-    with pytest.raises(
-        ValueError, match=r"no rank of the trainer is on GPU-1, the GPU of engine 1"
-    ):
-        sync(1)
+    device, deadly = torch.device("cuda", 0), tmp_path / "deadly"
+    spec = EngineSpec(tiny_model, 8, 128, (), device=device, first_gpu=1)
+    pool = EnginePool.of(ProcessEngine(PlayedGPUs(str(deadly)), weight_transfer="nccl"), 2)
+    pool.start(spec)
+    try:
+        sync = WeightSync(pool, spec, tiny_policy, probe=PROBE)
+        for version in range(2):
+            perturb(tiny_policy)
+            assert sync(version)["sync/max_logp_diff"] < 1e-3
+        deadly.write_text("1 SIGKILL")  # in the middle of a sync
+        with pytest.raises(RunFailed, match=r"engine 1 of 2 died of SIGKILL.* keeps no copy"):
+            sync(2)
+        assert [engine.restarts for engine in pool.engines] == [0, 0]
+    finally:
+        pool.close()

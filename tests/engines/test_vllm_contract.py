@@ -63,8 +63,6 @@ BY_FRAME_OR_TYPE = {
     "PyNcclCommunicator.destroy",
     "NCCLWeightTransferInitInfo",
     "NCCLWeightTransferUpdateInfo",
-    "IPCWeightTransferInitInfo",
-    "IPCWeightTransferUpdateInfo",
 }
 """Touched where the code does not say whose they are."""
 

@@ -1,10 +1,9 @@
-"""vLLM's side of weights from GPU to GPU: its own worker on CPU, with NCCL and CUDA IPC played."""
+"""vLLM's side of weights from GPU to GPU: its own worker on CPU, with NCCL played."""
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -38,20 +37,10 @@ def started(tiny_model: str) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def switch(worker: Any, backend: str) -> None:
-    """Give a worker another of vLLM's transfer engines, as its start does."""
-    module: Any = import_module("vllm.distributed.weight_transfer.factory")
-    config = SimpleNamespace(backend=backend)
-    worker.worker.weight_transfer_engine = module.WeightTransferEngineFactory.create_engine(
-        config, worker.vllm_config, worker.device, worker.get_model()
-    )
-
-
 class Wire:
-    """Buffers on their way, in place of NCCL and of CUDA IPC."""
+    """Buffers on their way, in place of NCCL."""
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self) -> None:
         self.buffers: deque[torch.Tensor] = deque()
         self.init: Any = None
         self.disabled = False
@@ -63,26 +52,19 @@ class Wire:
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         tensor.copy_(self.buffers.popleft())
 
-    def rebuild(self, *handle: Any) -> torch.Tensor:
-        return self.buffers[int(handle[0])]
+    def destroy(self) -> None:
+        """Called when the worker ends."""
 
     def send(self, engine: VLLMEngine, packed: PackedWeights, first: bool) -> None:
-        update = packed.described
         self.buffers.append(packed.data)
-        if self.backend == "ipc":
-            handle = (len(self.buffers) - 1, *[None] * 9)
-            update |= {"tensor_sizes": packed.sizes, "ipc_handles": {"GPU-0": handle}}
-        engine.receive_weights(update, first, packed.last)
+        engine.receive_weights(packed.described, first, packed.last)
 
 
-@pytest.fixture(params=["nccl", "ipc"])
-def wire(
-    request: pytest.FixtureRequest, started: VLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> Wire:
-    wire = Wire(request.param)
+@pytest.fixture
+def wire(started: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
     transfer = "vllm.distributed.weight_transfer"
     stream = SimpleNamespace(synchronize=lambda: None)
-    reductions = import_module("torch.multiprocessing.reductions")
     gpu = SimpleNamespace(uuid="GPU-0")
     for target, name, stand_in in (
         (import_module(f"{transfer}.nccl_engine"), "worker_init_process_group", wire.open),
@@ -91,11 +73,9 @@ def wire(
         (torch.cuda, "get_device_properties", lambda device: gpu),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "synchronize", lambda: None),
-        (reductions, "rebuild_cuda_tensor", wire.rebuild),
     ):
         monkeypatch.setattr(target, name, stand_in)
-    started._live.collective_rpc(partial(switch, backend=request.param))
-    started.join_transfer(INIT if request.param == "nccl" else {})
+    started.join_transfer(INIT)
     return wire
 
 
@@ -155,8 +135,6 @@ def test_the_worker_knows_its_ranks_and_takes_each_message_as_one_buffer(
     started: VLLMEngine, wire: Wire
 ) -> None:
     assert started.gpus() == ["GPU-0"]
-    if wire.backend == "ipc":
-        return
     info = asdict(wire.init)
     assert INIT.items() <= info.items()
     assert info["packed"] and info["packed_buffer_size_bytes"] > 2**60
@@ -189,5 +167,5 @@ def test_vllm_gets_the_backend(tiny_model: str) -> None:
     args = import_module("lit_rlsched.engines._vllm_args")
     engine, spec = VLLMEngine(), EngineSpec(tiny_model, 4, 128, ())
     assert "weight_transfer_config" not in args.engine_args(engine, spec)
-    engine.weight_transfer = "ipc"
-    assert args.engine_args(engine, spec)["weight_transfer_config"] == {"backend": "ipc"}
+    engine.weight_transfer = "nccl"
+    assert args.engine_args(engine, spec)["weight_transfer_config"] == {"backend": "nccl"}

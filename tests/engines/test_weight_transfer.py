@@ -4,7 +4,7 @@ No test sends anything over a GPU. `test_vllm_receiver.py` has vLLM's side of it
 """
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -76,22 +76,18 @@ class Engine:
 class Source(WeightSource):
     """Weights of a number of buckets."""
 
-    def __init__(self, world: World, count: int = 2, gpus: Sequence[str] = ()) -> None:
-        self.world, self.count, self.gpus = world, count, gpus
+    def __init__(self, world: World, count: int = 2) -> None:
+        self.world, self.count = world, count
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError
 
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
+    def packed(self, dtype: torch.dtype) -> Generator[PackedWeights, None, None]:
         try:
             for i in range(self.count):
                 self.world.log.append(("trainer", "gather", i))
-                bucket = pack([(f"w{i}", torch.full((2, 2), i, dtype=dtype))], i == self.count - 1)
-                for gpu in self.gpus:
-                    bucket.handles[gpu] = (f"handle {i} of {gpu}",)
-                yield bucket
+                weight = torch.full((2, 2), i, dtype=dtype)
+                yield pack([(f"w{i}", weight)], i == self.count - 1)
         finally:
             self.world.log.append(("trainer", "gathered"))
 
@@ -143,7 +139,7 @@ def calls(world: World, *names: str) -> list[tuple[Any, ...]]:
 
 def test_each_engine_joins_with_its_own_ranks(world: World) -> None:
     engines = [Engine(world, i, f"GPU-{i}a", f"GPU-{i}b") for i in range(3)]
-    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+    WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     joins = {entry[0]: entry[2] for entry in world.log if entry[1] == "join_transfer"}
     ((_, common),) = calls(world, "open")
     assert common["master_address"] == "127.0.0.1" and common["world_size"] == 7
@@ -157,7 +153,7 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
     world: World,
 ) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
-    transfer = WeightTransfer("nccl", SPEC, engines)
+    transfer = WeightTransfer(SPEC, engines)
     assert [*transfer.write(Source(world), torch.bfloat16)] == []
     ready = max(i for i, entry in enumerate(world.log) if entry[1] in ("join_transfer", "open"))
     assert world.log.index(("trainer", "gather", 0)) > ready
@@ -180,27 +176,12 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
 
 
 def test_the_second_sync_finds_the_group_open(world: World) -> None:
-    transfer = WeightTransfer("nccl", SPEC, [Engine(world, 0, "GPU-1")])
+    transfer = WeightTransfer(SPEC, [Engine(world, 0, "GPU-1")])
     transfer.write(Source(world), torch.bfloat16)
     world.log.clear()
     transfer.write(Source(world), torch.bfloat16)
     assert not calls(world, "open", "join_transfer", "destroy")
     assert len(calls(world, "gpus")) == 1, "every worker is asked whether it is ready"
-
-
-def test_ipc_hands_out_the_handles_of_all_ranks(world: World) -> None:
-    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T", "GPU-2"]), torch.bfloat16)
-    assert calls(world, "join_transfer") == [("join_transfer", {})] * 2
-    update = {
-        "names": ["w0"],
-        "dtype_names": ["bfloat16"],
-        "shapes": [[2, 2]],
-        "tensor_sizes": [8],
-        "ipc_handles": {"GPU-T": ("handle 0 of GPU-T",), "GPU-2": ("handle 0 of GPU-2",)},
-    }
-    assert calls(world, "receive_weights") == [("receive_weights", update, True, True)] * 2
-    assert not calls(world, "open", "broadcast")
 
 
 # Deaths
@@ -214,7 +195,7 @@ def test_an_engine_that_dies_ends_the_run_though_another_waits_for_it(
     world.dies = lambda name, call: (name, call) == ("e1", when)
     world.waits = lambda name, call: name == "e2" and call == when != "gpus"
     with pytest.raises(RunFailed, match="engine 1 died"):
-        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     if when == "receive_weights":
         assert world.log.index(("trainer", "destroy")) < world.log.index(("trainer", "gathered"))
     world.ended.set()
@@ -231,7 +212,7 @@ def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> 
 
     engines[0].child.call = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such layer"):
-        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert calls(world, "destroy")
     world.ended.set()
 
@@ -243,21 +224,14 @@ def test_the_trainers_own_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-T")]
     message = r"`Engine\(weight_transfer='nccl'\)`: engine 1 is on GPU-T, the trainer's .* Do this"
     with pytest.raises(UsageError, match=message):
-        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert not calls(world, "open", "gather")
 
 
-@pytest.mark.parametrize("kind", ["ipc", "nccl"])
-def test_two_engines_on_one_gpu(world: World, kind: Any) -> None:
+def test_two_engines_on_one_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1", "GPU-2"), Engine(world, 1, "GPU-2")]
     with pytest.raises(UsageError, match="engine 0 and engine 1 are both on GPU-2"):
-        WeightTransfer(kind, SPEC, engines).write(Source(world), torch.bfloat16)
-
-
-def test_an_engine_where_nobody_trains(world: World) -> None:
-    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    with pytest.raises(UsageError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
-        WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
 
 
 # Where engines are
@@ -279,17 +253,17 @@ def test_with_nccl_the_first_gpus_are_the_trainers(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_engine_in_the_process_is_told() -> None:
-    engine = ProcessEngine(VLLMEngine(), weight_transfer="ipc")
-    assert engine.engine.weight_transfer == "ipc"
+    engine = ProcessEngine(VLLMEngine(), weight_transfer="nccl")
+    assert engine.engine.weight_transfer == "nccl"
     pool = EnginePool.of(engine, 2)
-    assert pool.weight_transfer == "ipc"
-    assert [e.engine.weight_transfer for e in pool.engines] == ["ipc", "ipc"]  # type: ignore[attr-defined]
+    assert pool.weight_transfer == "nccl"
+    assert [e.engine.weight_transfer for e in pool.engines] == ["nccl", "nccl"]  # type: ignore[attr-defined]
     assert ProcessEngine().engine.weight_transfer is None
 
 
 def test_engines_of_a_pool_share_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    pool = EnginePool.of(ProcessEngine(weight_transfer="ipc"), 2)
+    pool = EnginePool.of(ProcessEngine(weight_transfer="nccl"), 2)
     first, second = pool.engines
     assert isinstance(first, ProcessEngine) and isinstance(second, ProcessEngine)
     first.reserve(SPEC, pool.engines)
@@ -299,7 +273,7 @@ def test_engines_of_a_pool_share_a_transfer(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_was_sent_is_not_handed_over_again_nor_a_dead_process_replaced() -> None:
-    engine = ProcessEngine(weight_transfer="ipc")
+    engine = ProcessEngine(weight_transfer="nccl")
     sends: list[Any] = []
     source = Source(World())
     engine._spec = SPEC
@@ -320,4 +294,4 @@ def test_what_was_sent_is_not_handed_over_again_nor_a_dead_process_replaced() ->
 def test_nothing_is_handed_over_through_the_host(tiny_model: str) -> None:
     spec, sizes = EngineSpec(tiny_model, 4, 64, (1,)), Sizes(1000, 4, 2**30)
     assert ProcessEngine().footprint(spec, sizes).handed_over == 4000
-    assert ProcessEngine(weight_transfer="ipc").footprint(spec, sizes).handed_over == 0
+    assert ProcessEngine(weight_transfer="nccl").footprint(spec, sizes).handed_over == 0
