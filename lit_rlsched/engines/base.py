@@ -186,12 +186,7 @@ class RolloutEngine(RemembersInit, ABC):
 
 
 class RolloutWorker(EngineWorker):
-    """Worker of an engine in the same process.
-
-    Args:
-        engine: A started engine.
-        admission: Decides which waiting request takes a free slot.
-    """
+    """Worker of a started engine in the same process."""
 
     def __init__(self, engine: RolloutEngine, admission: Admission) -> None:
         super().__init__(admission)

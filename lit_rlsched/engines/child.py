@@ -96,9 +96,7 @@ def pickled_engine(engine: RolloutEngine) -> bytes:
 class Child(ABC):
     """An engine's process, which answers messages.
 
-    Args:
-        limit: Returns the maximum seconds of a wait for an answer, given whether the engine starts.
-        name: Name of the engine in messages.
+    `limit` returns the maximum seconds of a wait for an answer, given whether the engine starts.
     """
 
     pid: int | None = None

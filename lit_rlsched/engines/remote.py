@@ -25,12 +25,8 @@ class RemoteWorker(EngineWorker):
     `ahead_steps`.
 
     This class knows every request that runs or waits, with the tokens reported so far: when the
-    process dies, the next process continues from them.
-
-    Args:
-        engine: A started engine.
-        admission: Decides which waiting request takes a free slot. It stays in its initial state:
-            a copy in the engine's process does the work.
+    process dies, the next process continues from them. The admission stays in its initial state: a
+    copy in the engine's process does the work.
     """
 
     def __init__(self, engine: ReplacedEngine, admission: Admission) -> None:

@@ -9,12 +9,7 @@ from lit_rlsched.types import Event, Request
 
 
 class Worker(ABC):
-    """Keeps the slots of one engine or several filled, in this process or in the engine's.
-
-    Args:
-        admission: Decides which waiting request takes a free slot of an engine.
-        engines: Number of engines.
-    """
+    """Keeps the slots of one engine or several filled, in this process or in the engine's."""
 
     def __init__(self, admission: Admission, engines: int = 1) -> None:
         self.admission = admission
@@ -71,11 +66,7 @@ class Worker(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or all that run or wait.
-
-        Returns:
-            The known tokens that no event has reported yet.
-        """
+        """Drop these requests, or all; return the known tokens that no event has reported yet."""
 
 
 class EngineWorker(Worker):
@@ -98,17 +89,12 @@ class EngineWorker(Worker):
     def begin(self) -> int:
         """Do the part of the next step that need not wait for the engine.
 
-        Returns:
-            Maximum number of decode steps that it may make; 1 if the engine cannot skip any.
+        Return the maximum number of decode steps; 1 if the engine cannot skip any.
         """
 
     @abstractmethod
     def advance(self, most: int | None = None) -> Step:
-        """Like `step`, without recording it in the trace.
-
-        Args:
-            most: Maximum number of decode steps of an engine that can skip some.
-        """
+        """Like `step`, of `most` decode steps at most, and not recorded in the trace."""
 
     def allow(self, steps: int | None) -> None:
         """Let a worker that runs ahead make so many steps before the next call; None: any number.
