@@ -268,13 +268,11 @@ class TrainingRun:
         """Run `draw` where the engine is, while the other ranks do their part; see `Team.lead`."""
         tasks: dict[str, Any] = {}
         if not self.team.leads:
-            module = self.trainer.lightning_module
             tasks = {
                 **self.startup.policy_reader.tasks,
                 "round_start": partial(fire_in_module, self.trainer, "on_round_start"),
                 "score": self.update.score,
                 "accumulate": lambda *of: self._parts.append(self.update.accumulate_part(*of)),
-                "sharing": getattr(module, "decide_sharing", None),
             }
         return self.team.lead(draw, tasks)
 

@@ -1,7 +1,7 @@
 """Verify drafts under a newer policy, instead of decoding them again."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -79,7 +79,7 @@ class Drafts:
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
         forward_context: ForwardContext,
-        row_cost: Callable[[Sequence[Sample], int], RowCost | None] = lambda *_: None,
+        row_cost: RowCost | None = None,
         allowed_gap: float = math.inf,
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
@@ -107,10 +107,9 @@ class Drafts:
         planned, finite = [], list[Trial]()
         for versions in sorted({one.draft.versions for one in trials}):
             members = [one for one in trials if one.draft.versions == versions]
-            cost = row_cost([one.text for one in members], micro_batch_tokens)
-            planned.append((versions, cost, _batches(members, cost, micro_batch_tokens)))
+            planned.append((versions, _batches(members, row_cost, micro_batch_tokens)))
         with evaluating(policy), forward_context():
-            for versions, cost, batches in planned:
+            for versions, batches in planned:
                 drew: dict[int, dict[str, Tensor]] = {}
                 for batch, rows in batches:
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
@@ -125,7 +124,7 @@ class Drafts:
                         v: {name: self.weights[v][name].to(p) for name, p in parameters}
                         for v in versions
                     }
-                    for again, its_rows in _batches(cut, cost, micro_batch_tokens):
+                    for again, its_rows in _batches(cut, row_cost, micro_batch_tokens):
                         encoded = EncodedRows.of(its_rows).to(device)
                         old, gap = _recall(policy, drew, again, encoded)
                         audit.compared += len(gap)

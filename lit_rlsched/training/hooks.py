@@ -83,7 +83,7 @@ class TrainerHooks(RoundHooks):
             eos_token_ids=session.spec.eos_token_ids,
             micro_batch_tokens=update.settings.micro_batch_tokens,
             forward_context=update.forward_context,
-            row_cost=update.learner.row_cost,
+            row_cost=update.learner.row_cost(),
             allowed_gap=allowed_gap(session.engine, session.spec) if checks else math.inf,
         )
 

@@ -82,7 +82,7 @@ class Update:
             samples = [s for s in samples if s.completion.old_logprobs is None]
         if not samples:
             return
-        step = OptimizerStep(samples, self.settings.micro_batch_tokens, row_cost=learner.row_cost)
+        step = OptimizerStep(samples, self.settings.micro_batch_tokens, row_cost=learner.row_cost())
         with self.forward_context():  # around all, which casts the weights once
             scores = self.team.share("score", self.score, step)
             for samples, scored in zip(step.micro_batches, scores, strict=True):
@@ -100,9 +100,6 @@ class Update:
 
     def accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate the gradients of a part of the round's first step, on all ranks."""
-        if self.team.size > 1:
-            step = self._step_of(part.groups, part.version, divisor=divisor)
-            len(step)  # decides about shared prompts for all ranks
         return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
     def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
@@ -151,7 +148,7 @@ class Update:
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.off_policy,
             only_version=version if self.schedule.mask_stale_tokens else None,
-            row_cost=self.learner.row_cost,
+            row_cost=self.learner.row_cost(),
             rank=self.team.rank,
             ranks=self.team.size,
             **parts,

@@ -218,7 +218,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "rounds": recorder.rounds,
         "losses": recorder.losses,
         "hooks": recorder.hooks,
-        "shares": None if more.get("plain") else module._sharing.works,
+        "shares": None if more.get("plain") else module.row_cost() is not None,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},
         "counters": dict(datamodule.run.counters),

@@ -171,7 +171,7 @@ def test_drafts_of_a_prompt_share_it_where_that_is_cheaper(monkeypatch):
     audits, positions = [], []
     for each, cost in ((groups, None), (twin, RowCost(1.0, 0.0, 0.0))):
         read.clear()
-        audits.append(verify(drafts, later, each, row_cost=lambda *_, cost=cost: cost))
+        audits.append(verify(drafts, later, each, row_cost=cost))
         assert [rows.completion_rows is None for rows in read].count(False) >= 2 * bool(cost)
         positions.append(sum(rows.input_ids.numel() for rows in read))
     assert positions[1] < 0.8 * positions[0]

@@ -23,14 +23,12 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import ADAPTER, base_model
 from lit_rlsched.training.optimizers import is_fused, keep_step
 from lit_rlsched.training.precision import main_dtype
-from lit_rlsched.training.shared_prefix import Sharing
 
 
 class PolicyCheckpoints(LightningModule):
     """Saves the policy, or only its adapters, because their base never changes."""
 
     model: nn.Module | None
-    _sharing: Sharing
     _origin: dict[str, Any]
     """What the policy was made from; see `origin`."""
     _resumed: dict[str, Any] | None = None
@@ -39,7 +37,6 @@ class PolicyCheckpoints(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Remove the base of adapters, and add facts that weights do not show."""
         assert self.model is not None
-        checkpoint["shared_prefix"] = self._sharing.works
         base = base_model(self.model).named_parameters()
         dtype = main_dtype(p for name, p in base if "lora_" not in name)
         checkpoint["policy"] = {"module": type(self).__name__, "dtype": str(dtype)}
@@ -69,7 +66,6 @@ class PolicyCheckpoints(LightningModule):
                 fused = is_fused(self.hparams["optim"], self.trainer.strategy.root_device.type)
                 keep_step(checkpoint, fused)
                 self._resumed = checkpoint
-        self._sharing.works = checkpoint.get("shared_prefix")
 
     def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuse other weights, adapters, base or reference, and weights alone to resume a fit."""
