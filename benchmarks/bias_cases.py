@@ -19,9 +19,8 @@ from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule

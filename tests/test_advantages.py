@@ -210,27 +210,6 @@ def test_equal_rewards_are_no_advantage_whatever_other_groups_have(rule: str) ->
     assert not RULES[rule](rewards[:, None].repeat(1, 7)).any()
 
 
-@given(groups(nan=True), st.sampled_from([1e150, 1e200, 1e300]))
-@example(torch.full((1, 3), 0.375, dtype=torch.float64), 1e150)
-def test_the_spread_does_not_overflow(rewards: Tensor, unit: float) -> None:
-    torch.testing.assert_close(
-        standard_deviation(rewards * unit), standard_deviation(rewards) * unit
-    )
-
-
-@every_rule
-def test_huge_rewards_have_the_advantages_of_small_ones(rule: str) -> None:
-    """Where rewards are scaled, the 1e-4 in the denominator no longer counts."""
-    advantage = RULES[rule]
-    small = torch.tensor([[0.0, 1.0, 4.0], [2.0, 2.0, 3.0]], dtype=torch.float64)
-    expected = advantage(small * 1e100)
-    for unit in (1e150, 1e152, 1e300):
-        found = advantage(small * unit)
-        if rule in ("none", "rloo"):
-            found = found / (unit / 1e100)
-        torch.testing.assert_close(found, expected)
-
-
 @every_rule
 @pytest.mark.parametrize("infinite", [torch.inf, -torch.inf])
 def test_an_infinite_reward_is_none(rule: str, infinite: float) -> None:

@@ -63,7 +63,7 @@ def test_a_huge_reward_is_dropped_counted_and_blamed(fit, tiny_model, module, va
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_a_huge_reward_that_is_scaled_is_trained_on(fit, tiny_model, scale):
     seen = Rounds()
-    settings = {"reward_funcs": [sometimes(1e200)], "num_generations": 8}
+    settings = {"reward_funcs": [sometimes(1e100)], "num_generations": 8}
     _, trained, data = fit(GRPO(tiny_model, scale_rewards=scale), [seen], **settings)
     huge = [c for r in seen.rounds for c in r.completions if c.scores[0] > 1]
     assert huge and all(1 < c.advantage < 8 for c in huge)

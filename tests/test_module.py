@@ -133,7 +133,6 @@ def test_bf16_mixed(fit, tiny_model):
     )
     assert next(module.parameters()).dtype == torch.float32
     assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
-    assert 1e-5 < trainer.callback_metrics["drafts/logp_difference"] < 0.05
 
 
 @pytest.mark.slow

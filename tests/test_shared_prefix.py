@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from causal_families import FAMILIES, LOOK_AHEAD, NOT_TINY, make_family
+from causal_families import FAMILIES, HEADS_OF_LAYERS, LOOK_AHEAD, NOT_TINY, make_family
 from lightning import Callback, seed_everything
 from seen_rounds import vector
 from torch import Tensor, nn
@@ -233,7 +233,9 @@ def test_a_model_of_other_code_repeats_prompts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LOOK_AHEAD) - set(NOT_TINY)))
+@pytest.mark.parametrize(
+    "family", sorted(set(FAMILIES) - {*LOOK_AHEAD, *NOT_TINY, *HEADS_OF_LAYERS})
+)
 def test_every_family_that_shares_prompts_gets_them_right(family: str) -> None:
     model = make_family(family)
     if shared_prefix.obstacle(model) is None:

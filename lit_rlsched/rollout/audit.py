@@ -31,16 +31,10 @@ class DraftAudit:
     accepted_tokens: int = 0
     completed: int = 0
     """Drafts that were accepted whole."""
-    distance: float = 0.0
-    """Sum over tokens of `max(0, 1 - p/q)`, the rejection rate of token-wise verification."""
     lost: int = 0
     """Drafts that were discarded because weights that drew them are not kept."""
     nonfinite: int = 0
     """Drafts that were discarded for a log-prob that is not finite."""
-    compared: int = 0
-    """Tokens of drafts that were not accepted whole."""
-    gap: float = 0.0
-    """Sum over them of the difference between the log-probs of engine and trainer, 1 at most."""
     drawn: int = 0
     """Tokens that the verification drew: one after each prefix that it kept."""
 
@@ -59,14 +53,7 @@ class DraftAudit:
             "drafts/accepted_tokens": self.accepted_tokens,
             "drafts/accepted_share": self.accepted_tokens / max(1, self.tokens),
             "drafts/completed": self.completed,
-            "drafts/distance": self.distance / max(1, self.tokens),
-            **({"drafts/logp_difference": self.mean_gap} if self.compared else {}),
         }
-
-    @property
-    def mean_gap(self) -> float:
-        """Mean difference between the log-probs of engine and trainer under the same weights."""
-        return self.gap / max(1, self.compared)
 
 
 @dataclass(slots=True)

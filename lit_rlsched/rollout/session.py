@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent import futures
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.devices import give_back
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.background import Background
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
@@ -20,6 +21,7 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
 
+T = TypeVar("T")
 Sync = Callable[[int], Mapping[str, float]]
 """Copies the weights of a policy version to the engine and returns metrics."""
 
@@ -217,3 +219,71 @@ class RolloutSession:
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
             stack.callback(self.background.shutdown)
+
+
+class Background:
+    """Runs one rollout at a time in a thread, and keeps the hooks that it calls for `wait`."""
+
+    def __init__(self, heed: Callable[[], None]) -> None:
+        self._trainer_heed = heed
+        self._threads = futures.ThreadPoolExecutor(1, "rollout")
+        self._rollout: futures.Future[None] | None = None
+        self._held: list[Callable[[], None]] | None = None
+        """Hooks that the rollout has not called yet; set before its thread begins."""
+        self._closing = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a rollout was started, and not waited for."""
+        return self._held is not None
+
+    def start(self, decode: Callable[[], None]) -> None:
+        """Run `decode` until `wait`."""
+        self._held = []
+        self._rollout = self._threads.submit(decode)
+
+    def wait(self, waiting: AbstractContextManager[None]) -> None:
+        """Wait for the rollout in the context `waiting`, then call the hooks that were kept.
+
+        An exception of the rollout is raised here.
+        """
+        rollout, held = self._rollout, self._held
+        assert rollout is not None and held is not None
+        try:
+            with waiting:
+                futures.wait([rollout])
+        except BaseException:  # a second Ctrl-C
+            self._closing = True
+            raise
+        self._rollout = self._held = None
+        rollout.result()
+        for hook in held:
+            hook()
+
+    def heed(self) -> None:
+        """Called by the rollout before each step, wherever it runs."""
+        if self._held is None:
+            self._trainer_heed()
+        elif self._closing:
+            raise futures.CancelledError
+
+    def kept(self, hook: Callable[[T], None]) -> Callable[[T], None]:
+        """Return a hook that `wait` calls, if the rollout in the background has called it."""
+
+        def call(of: T) -> None:
+            if self._held is not None:
+                self._held.append(partial(hook, of))
+            else:
+                hook(of)
+
+        return call
+
+    def close(self) -> None:
+        """Let the rollout end at its next step."""
+        self._closing = True
+
+    def shutdown(self) -> None:
+        """Wait until the thread has ended."""
+        if self._rollout is not None:
+            futures.wait([self._rollout])
+        self._threads.shutdown()

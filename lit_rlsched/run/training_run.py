@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -41,11 +42,10 @@ from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, lo
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.rounds import TrainingRounds
+from lit_rlsched.training.rounds import TrainerHooks, TrainingRounds
 from lit_rlsched.training.schedule import RunFacts, RunSettings, Schedule
 from lit_rlsched.training.update import Update
 
@@ -257,7 +257,7 @@ class TrainingRun:
         if self.fit_settings is not None:
             self.fit_settings.undo()
         self.clock.stop()
-        self.rounds.overlap.abandon()
+        self.rounds.ahead = None
         self.team.close()
         self.team = Team()
         self.close()
@@ -337,19 +337,21 @@ class TrainingRun:
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
         if self.schedule.ahead:
-            self.lead(self.rounds.overlap.wait)
+            self.lead(self.rounds.wait)
 
-    def drawing(self, number: int) -> Drawing:
-        """Return the `Drawing` of a round under the current weights."""
+    def drawing(self, number: int) -> TrainerHooks:
+        """Return what draws a round under the current weights."""
         trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
         left = limits.rounds_left if limits is not None else 1
         if left is not None:
             left -= number - self.num_rounds
-        return Drawing(
+        return TrainerHooks(
             self.session,
             self.startup.policy,
             self.update,
+            self.rounds.drafts,
+            self.rounds.runner.salt,
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
@@ -413,7 +415,8 @@ class TrainingRun:
         planner = self.rounds.runner.planner
         if not isinstance(planner.source, StreamSource):
             return None
-        groups = [*planner.pool, *self.rounds.overlap.groups, *(round.groups if round else ())]
+        others = (each.groups for each in (self.rounds.next, round) if each)
+        groups = [*planner.pool, *chain.from_iterable(others)]
         return planner.source.pack(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -421,7 +424,7 @@ class TrainingRun:
         settings = self.settings
         check_state(state, self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
-        if ahead := state["next"]["round"]:
+        if ahead := state["next"]:
             drawn.append(ahead["trained"])
         limit = settings.sampling.max_completion_length
         check_drawn(drawn, state["reward_funcs"], settings.rewards.names, limit)
@@ -447,11 +450,10 @@ class TrainingRun:
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
-        pool, following = self.pool, self.rounds.overlap
         if not schedule.ahead:
-            self.counters["num_discarded_tokens"] += following.tokens
-            following.clear()
-        ahead = [c for group in following.groups for c in group.completions]
+            self.counters["num_discarded_tokens"] += self.rounds.drop_next()
+        pool, following = self.pool, self.rounds.next
+        ahead = [c for group in following.groups for c in group.completions] if following else []
         complete([*pool.completions, *ahead], startup.decode)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)

@@ -12,9 +12,8 @@ import numpy as np
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission

@@ -20,9 +20,8 @@ from typing import Any
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace

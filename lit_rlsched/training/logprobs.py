@@ -6,10 +6,9 @@ A causal language model is split into body and LM head, and compared once with t
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
@@ -39,8 +38,8 @@ that looks ahead differs by far more."""
 UNLIKELY = -30.0
 """Log-probs below this value count as equal, for example those of masked vocabulary entries."""
 
-_parts_differ: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""For each checked model, whether only its own forward computes its logits."""
+_checked: WeakSet[nn.Module] = WeakSet()
+"""Models whose body and head compute what they compute themselves."""
 
 
 def default_chunk(device: str, vocab_size: int) -> int:
@@ -69,8 +68,7 @@ def completion_logprobs(
 
     Only positions that predict a completion token go through the LM head, in chunks. With more than
     one chunk, the backward pass recomputes a chunk's logits. The first call with a model compares
-    body and LM head with the model's own forward. If the logits differ, a warning says so and the
-    model's own forward is used instead.
+    body and LM head with the model's own forward.
 
     Args:
         model: A transformers causal language model, or one wrapped by PEFT.
@@ -140,8 +138,7 @@ def completion_states(
 ) -> Tensor:
     """Compute the LM head's input for every completion token, `[N, H]`, completion by completion.
 
-    If only the model's own forward is right, the result is its logits `[N, V]`. The arguments are
-    those of `completion_logprobs`.
+    The arguments are those of `completion_logprobs`.
     """
     shape = prompt_lengths, completion_lengths, completion_rows
     return _encode(model, 1.0, input_ids, *shape)[1]
@@ -174,7 +171,7 @@ def _encode(
             f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
         )
     causal_lm, _, config = model_parts(model)
-    if model not in _parts_differ and not isinstance(next(model.parameters()), FakeTensor):
+    if model not in _checked and not isinstance(next(model.parameters()), FakeTensor):
         longest = int(ends.argmax())
         row = longest if completion_rows is None else int(completion_rows[longest])
         check_lm_head(model, input_ids[row, :end])  # no padding: it changes what a model sees
@@ -288,8 +285,7 @@ class LMHead(NamedTuple):
     """The functions from token ids to hidden states and from there to logits."""
 
     states: Callable[..., Tensor]
-    """From `input_ids` `[R, T]` and other model inputs to hidden states `[R, T, H]`, or to logits
-    `[R, T, V]` if the model's own forward must be used."""
+    """From `input_ids` `[R, T]` and other model inputs to hidden states `[R, T, H]`."""
     logits: Callable[[Tensor], Tensor]
     """From some of these states to `[..., V]` logits over the temperature, at least fp32."""
 
@@ -300,13 +296,6 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
     Use the result for one pass only: under autocast it keeps a cast copy of the head's weights.
     """
     causal_lm, head, config = model_parts(model)
-    if _parts_differ.get(model, False):
-
-        def over_temperature(logits: Tensor) -> Tensor:
-            logits = _at_least_fp32(logits)
-            return logits if temperature == 1.0 else logits / temperature  # saves a copy
-
-        return LMHead(partial(_own_logits, model), over_temperature)
     body = causal_lm.base_model
     if body is causal_lm:  # Llama 4 text
         inner = (child for child in causal_lm.children() if isinstance(child, PreTrainedModel))
@@ -323,10 +312,7 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
 
 @torch.no_grad()
 def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
-    """Compare body and LM head with the model's own forward on `[T]` tokens of a sequence.
-
-    If they differ, `lm_head` uses the model's own forward from then on; a warning says so.
-    """
+    """Refuse a model whose own forward is not its LM head on its body, on `[T]` tokens."""
     if len(token_ids) < 2:
         return
     input_ids = token_ids[None, :CHECKED_TOKENS]
@@ -356,14 +342,12 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
             raise
         except Exception as error:  # a model may raise anything
             wrong = f"{type(error).__name__}: {error}"
-    _parts_differ[model] = bool(wrong)
     if wrong:
-        rank_zero_warn(
+        raise UsageError(
             f"`{name}` does not compute its logits by applying its LM head to its last hidden "
-            f"states ({wrong}). Its own forward is used instead: the log-probs are right, but the "
-            "logits of all positions of a micro-batch are in memory at once. Lower "
-            "`micro_batch_tokens` if that is too much."
+            f"states ({wrong}), so log-probs cannot be computed in chunks. Train another model."
         )
+    _checked.add(model)
 
 
 def tolerance(model: nn.Module) -> float:

@@ -10,7 +10,7 @@ from lit_rlsched.data.repetition import places
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import RunFailed
-from lit_rlsched.training.advantages import combine_rewards
+from lit_rlsched.training.advantages import LARGEST_REWARD, combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
 from lit_rlsched.training.micro_batches import ZERO_ADVANTAGE, OptimizerStep
 from lit_rlsched.types import ENVIRONMENT, Completion, Group, Prompt, Sample
@@ -98,7 +98,7 @@ def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Te
         torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     )
     matrix = torch.full((len(groups), 1 + max(c.index for c in completions)), nan).double()
-    matrix[cells(groups)] = rewards.masked_fill(rewards.isinf(), nan)
+    matrix[cells(groups)] = rewards.masked_fill(rewards.abs() > LARGEST_REWARD, nan)
     return matrix
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
@@ -53,7 +52,6 @@ class GradientStream:
         self,
         start: float,
         update: Update,
-        drafts: Drafts,
         *,
         number: int,
         version: int,
@@ -63,7 +61,6 @@ class GradientStream:
         self.streamed: set[str] = set()
         """Ids of the groups whose gradients are accumulated."""
         self._update = update
-        self._drafts = drafts
         self._number = number
         self._version = version
         self._divisor = divisor
@@ -96,9 +93,6 @@ class GradientStream:
         round.metrics["streamed_training/overlap_seconds"] = round.trace.overlap_seconds
 
     def _accumulate(self, groups: Sequence[Group]) -> None:
-        if self._update.needs_old_logprobs:
-            completions = [c for group in groups for c in group.completions]
-            self._drafts.give_old_logprobs(completions, self._version)
         # Copies, because a race must not see which completions the selection drops.
         copies = [group.copy() for group in groups]
         round = Round(self._number, self._version, copies)

@@ -77,12 +77,8 @@ class Update:
     @torch.no_grad()
     def _score(self, part: Round) -> None:
         """Compute the log-probs that are needed under the weights at the start of the round."""
-        learner, samples = self.learner, part.samples
-        if not learner.needs_reference:  # else both are computed together
-            samples = [s for s in samples if s.completion.old_logprobs is None]
-        if not samples:
-            return
-        step = OptimizerStep(samples, self.settings.micro_batch_tokens, row_cost=learner.row_cost())
+        tokens, cost = self.settings.micro_batch_tokens, self.learner.row_cost()
+        step = OptimizerStep(part.samples, tokens, row_cost=cost)
         with self.forward_context():  # around all, which casts the weights once
             scores = self.team.share("score", self.score, step)
             for samples, scored in zip(step.micro_batches, scores, strict=True):

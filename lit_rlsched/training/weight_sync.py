@@ -179,7 +179,7 @@ class WeightSync:
                 while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
                     gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
                 gap = torch.cat(gaps)
-                mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
+                mean, allowed = robust_mean(gap), SLACK * tolerance(ours, theirs, self._spec.device)
                 if not mean <= allowed:
                     name = engine_name(index, len(drawn)).capitalize()
                     raise RunFailed(
@@ -231,11 +231,6 @@ def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -
     if min(trainer.itemsize, engine.itemsize) < torch.float32.itemsize:
         return TOLERANCE_HALF
     return TOLERANCE_CUDA if device.type == "cuda" else TOLERANCE
-
-
-def allowed_gap(engine: RolloutEngine, spec: EngineSpec) -> float:
-    """Mean difference of `REDRAWN` or more tokens above which the weights count as wrong."""
-    return SLACK * tolerance(spec.dtype, engine.cache_dtype(spec), spec.device)
 
 
 def robust_mean(gap: Tensor) -> float:

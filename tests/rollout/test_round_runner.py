@@ -7,8 +7,7 @@ import pytest
 
 from lit_rlsched.rollout import round_runner
 from lit_rlsched.rollout.audit import DraftAudit, Harvest
-from lit_rlsched.rollout.hooks import RoundHooks
-from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.timeline import Timeline
