@@ -175,10 +175,6 @@ class RolloutController:
                 self._submit([sample])
         return self._progress.sorted(over)
 
-    def end_predictions(self) -> dict[str, float]:
-        """Let the predictor learn from the finished round, and return its accuracy metrics."""
-        return {} if self.lengths is None else self.lengths.end_round()
-
     def _waits(self, sample: Sample) -> bool:
         """Return whether a completion only uses a free slot in this round."""
         return sample.group.id in self.state.waiting
@@ -277,7 +273,10 @@ class RolloutController:
                 finished, self._came_finished = [], []
                 yield from self._await(samples)
             yield from self._scored()
-            yield from self._race()
+            while self.state.patient and self._rule.awaits(self.state):  # of groups that are ahead
+                self._patience -= self._wait(self._patience)
+                self.state.patient = self._patience > 0
+                yield from self._scored()
             if self._complete_groups:
                 yield from self._replace()
             if not self._came_finished:
@@ -296,13 +295,6 @@ class RolloutController:
                 yield from self._scored()
             if stop and self._progress.undecoded[group.id] and stop.stops(group):
                 yield from self._stop(group, [c for c in group.completions if c.finished])
-
-    def _race(self) -> Iterator[Group]:
-        """Wait for the scores of groups that are ahead, while the round has patience left."""
-        while self.state.patient and self._rule.awaits(self.state):
-            self._patience -= self._wait(self._patience)
-            self.state.patient = self._patience > 0
-            yield from self._scored()
 
     def _wait(self, timeout: float | None = None) -> float:
         """Wait for a score and return the seconds it took."""

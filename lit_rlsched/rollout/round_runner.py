@@ -21,7 +21,7 @@ from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Completion, Group, Prompt, Sample
+from lit_rlsched.types import Completion, Group, Prompt
 
 
 class RoundHooks:
@@ -67,8 +67,6 @@ class DrawnRound:
     rule: RoundRule
     planned: list[Group]
     """All groups of the round; replacements come last."""
-    begun: dict[str, int]
-    """Tokens that each completion had before the round, by request id."""
     harvest: Harvest
     trace: RolloutTrace
     failures: Counter[str]
@@ -94,7 +92,6 @@ class DrawnRound:
             "number": self.number,
             "version": self.version,
             "planned": pack(replace(group, completions=[]) for group in self.planned),
-            "begun": self.begun,
             "trained": pack(harvest.trained),
             "left": pack(harvest.left),
             "attempts": {n: [list(a) for a in getattr(harvest, n)] for n in _ATTEMPTS},
@@ -118,7 +115,6 @@ class DrawnRound:
             state["version"],
             rule,
             unpack(state["planned"], prompt),
-            state["begun"],
             Harvest(trained, left, drafts=DraftAudit(*state["drafts"]), **attempts),
             RolloutTrace.from_state(state["trace"]),
             Counter(state["failures"]),
@@ -153,8 +149,6 @@ class RoundInProgress:
         self._waiting = {group.id for group in rule.waiting(self.groups)}
         hooks.planned(self.groups)
         self._verify(self.groups, old)
-        samples = [Sample(g, c) for g in self.groups for c in g.completions]
-        self._begun = {sample.id: len(sample.completion.token_ids) for sample in samples}
         replaces = hooks.max_num_gen_batches > 1
         feedback = Feedback(hooks.stop, self._another if replaces else None)
         salt = f"{runner.salt} {salt}".strip()
@@ -203,7 +197,8 @@ class RoundInProgress:
         controller, trace = self.session.controller, self.session.trace
         for _ in self._rollout:
             self._hooks.advanced(controller.state, trace)
-        self._metrics = controller.end_predictions() | self.session.metrics()
+        predicted = {} if controller.lengths is None else controller.lengths.end_round()
+        self._metrics = predicted | self.session.metrics()
         self._state, self._trace = controller.state, trace
         self._failed = self.session.failures() - self._failed
         self._seconds += time.perf_counter() - began
@@ -226,7 +221,6 @@ class RoundInProgress:
             self.version,
             self.rule,
             self.groups,
-            self._begun,
             harvest,
             self._trace,
             self._failed,

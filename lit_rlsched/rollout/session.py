@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar, cast
@@ -77,8 +77,8 @@ class RolloutSession:
             self.controller = RolloutController(
                 worker,
                 scorer,
-                on_completion=background.kept(self._watched(on_completion)),
-                on_group=background.kept(self._unwatched(on_group)),
+                on_completion=background.kept(lambda c: (self._watch or on_completion)(c)),
+                on_group=background.kept(lambda g: None if self._watch else on_group(g)),
                 heed=background.heed,
                 **controller,
             )
@@ -102,12 +102,12 @@ class RolloutSession:
 
     def metrics(self) -> dict[str, float]:
         """Return the last rollout's metrics beside its trace: waits and last sync."""
-        metrics: dict[str, float] = {}
-        if self.controller.waits_for_scores:
-            metrics["rollout/score_wait_seconds"] = self.controller.waited
-        if (turns := self.controller.turns) is not None:
+        controller, metrics = self.controller, dict[str, float]()
+        if controller.waits_for_scores:
+            metrics["rollout/score_wait_seconds"] = controller.waited
+        if (turns := controller.turns) is not None:
             metrics |= turns.metrics(self.trace.seconds * self.trace.slots)
-        return metrics | self.controller.worker.metrics() | dict(self._synced)
+        return metrics | controller.worker.metrics() | dict(self._synced)
 
     def rollout(
         self,
@@ -136,35 +136,32 @@ class RolloutSession:
         return cast(Generator[Group, None, None], rollout)
 
     def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group | None, None, None]:
-        """Yield `None` once the weights are synced, then the groups."""
+        """Yield `None` once the weights are synced, then the groups.
+
+        The timeline gets what engines and rewards do for the rollout, and that the trainer waits.
+        """
         give_back(self.spec.device)
         self.engine.wake()
+        timeline, began = self.timeline, None
         try:
-            with self.timeline.doing(WEIGHTS, TRAINER, ENGINES):
+            with timeline.doing(WEIGHTS, TRAINER, ENGINES):
                 self._synced = self._sync(version)
             self.controller.worker.start_trace()
-            with self._on_timeline():
-                yield None
-                yield from groups
+            began, self.scorer.waits = timeline.now(), []
+            yield None
+            yield from groups
         finally:
+            if began is not None:
+                waiting = ENGINES
+                if not self.engine.virtual_clock:
+                    timeline.add_trace(self.trace)
+                if not self.background.running:
+                    waiting = TRAINER
+                    self.rollout_ended = timeline.now()
+                    timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
+                for start, end in self.scorer.waits:
+                    timeline.add(waiting, "rewards", start, end, REWARDS)
             self.engine.sleep()
-
-    @contextmanager
-    def _on_timeline(self) -> Iterator[None]:
-        """Record when engines and rewards work for the rollout, and that the trainer waits."""
-        timeline, waiting = self.timeline, ENGINES
-        began, self.scorer.waits = timeline.now(), []
-        try:
-            yield
-        finally:
-            if not self.engine.virtual_clock:
-                timeline.add_trace(self.trace)
-            if not self.background.running:
-                waiting = TRAINER
-                self.rollout_ended = timeline.now()
-                timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
-            for start, end in self.scorer.waits:
-                timeline.add(waiting, "rewards", start, end, REWARDS)
 
     def in_background(self, decode: Callable[[], None]) -> None:
         """Run `decode`, which runs the current rollout, in a thread until `wait`.
@@ -178,12 +175,6 @@ class RolloutSession:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""
         if self.background.running:
             self.background.wait(self.timeline.doing("rollout", TRAINER, waits_for=ENGINES))
-
-    def _watched(self, hook: Callable[[Completion], None]) -> Callable[[Completion], None]:
-        return lambda completion: (self._watch or hook)(completion)
-
-    def _unwatched(self, hook: Callable[[Group], None]) -> Callable[[Group], None]:
-        return lambda group: hook(group) if self._watch is None else None
 
     def restart(self, tensor_parallel_size: int) -> None:
         """Restart the engine with its model split over `tensor_parallel_size` devices.

@@ -81,14 +81,7 @@ class TrainerHooks(RoundHooks):
             self.stop = Stop(selection, self.update.weights)
         self.max_num_gen_batches = schedule.max_num_gen_batches
         if schedule.streaming is not None and self.divisor is not None:
-            self.stream = GradientStream(
-                schedule.streaming,
-                self.update,
-                number=self.number,
-                version=self.version,
-                divisor=self.divisor,
-                meanwhile=self.session.scorer.turn,
-            )
+            self.stream = GradientStream(schedule.streaming, self, self.divisor)
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         settings = self.update.settings

@@ -1,14 +1,17 @@
 """Compute gradients of groups that are ready while other groups still decode."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group, Sample
+
+if TYPE_CHECKING:
+    from lit_rlsched.training.rounds import TrainerHooks
 
 
 class Parts:
@@ -44,39 +47,25 @@ class Parts:
 class GradientStream:
     """Accumulates the gradients of a round's groups as they become ready.
 
-    `start` is that of `Parts`, `divisor` that of `OptimizerStep`. `meanwhile` is called between two
-    parts, to serve the reward workers.
+    `start` is that of `Parts`, `divisor` that of `OptimizerStep`.
     """
 
-    def __init__(
-        self,
-        start: float,
-        update: Update,
-        *,
-        number: int,
-        version: int,
-        divisor: tuple[int, int],
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def __init__(self, start: float, how: "TrainerHooks", divisor: tuple[int, int]) -> None:
         self.streamed: set[str] = set()
         """Ids of the groups whose gradients are accumulated."""
-        self._update = update
-        self._number = number
-        self._version = version
-        self._divisor = divisor
-        self._meanwhile = meanwhile
-        prompts, tokens = update.schedule.rule.update_prompts, update.settings.micro_batch_tokens
-        self._ready = Parts(start, prompts, tokens).ready
+        self._how, self._update, self._divisor = how, how.update, divisor
+        tokens = how.update.settings.micro_batch_tokens
+        self._ready = Parts(start, how.rule.update_prompts, tokens).ready
         self._parts: list[OptimizerStep] = []
         self._copies: list[tuple[Group, Group]] = []
 
     def advance(self, state: RoundState, trace: RolloutTrace) -> None:
         """Accumulate the gradients of groups that are ready, and record the time in the trace."""
-        for groups in self._ready(self._update.schedule.rule.final_groups(state)):
+        for groups in self._ready(self._how.rule.final_groups(state)):
             began = time.monotonic()
             self._accumulate(groups)
             trace.worked(began, time.monotonic())
-            self._meanwhile()
+            self._how.session.scorer.turn()  # serve the reward workers between two parts
 
     def finish(self, round: Round) -> None:
         """Copy the results of the streamed groups and `streamed_training/*` into the round."""
@@ -95,7 +84,7 @@ class GradientStream:
     def _accumulate(self, groups: Sequence[Group]) -> None:
         # Copies, because a race must not see which completions the selection drops.
         copies = [group.copy() for group in groups]
-        round = Round(self._number, self._version, copies)
+        round = Round(self._how.number, self._how.version, copies)
         self._update.assign_advantages(round)
         self._parts.append(self._update.accumulate(round, self._divisor, not self._parts))
         self._copies += zip(groups, copies, strict=True)
