@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import add_lora, base_model
 from lit_rlsched.training.policy import load_policy, named_weights
@@ -198,25 +198,6 @@ def test_what_is_held_in_which_precision(fit, tiny_model, precision, lora_rank, 
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     assert all(torch.equal(p, before[n]) for n, p in frozen.items())
     assert torch.isfinite(trainer.callback_metrics["loss"])
-
-
-def test_loading_follows_the_precision():
-    assert load_dtype(None, True) == load_dtype("32-true", True) == torch.float32
-    assert load_dtype("16-mixed", True) == load_dtype("bf16-mixed", False) == torch.float32
-    assert load_dtype("bf16-mixed", True) == load_dtype("bf16-true", False) == torch.bfloat16
-    assert load_dtype("16-true", False) == torch.float16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_vllm_decodes_with_adapters_on_a_half_base(fit, tiny_model, precision):
-    """Weights merged in float32, rounded once: the probe after each sync passes."""
-    module = GRPOModule(tiny_model, lora_rank=4, learning_rate=1e-2)
-    trainer, _, _ = fit(
-        module, engine=VLLMEngine(), trainer={"precision": precision, "max_epochs": 3}
-    )
-    assert any(p.abs().max() > 0 for n, p in module.named_parameters() if "lora_B" in n)
-    assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
 
 
 def test_adapters_are_merged_in_float32(tiny_model):

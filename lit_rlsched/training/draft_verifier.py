@@ -75,10 +75,10 @@ class Drafts:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
-        token drawn after it. It is finished if these tokens end it. If a draft exceeds the limit,
-        only its first tokens are verified. A draft without kept weights is discarded. `policy` has
-        the weights of `version`; the noise depends on `seed`, `salt`, prompt, index and version
-        alone. Drafts share a prompt as completions do in `OptimizerStep`, by `row_cost`.
+        token drawn after it. It is finished if these tokens end it. A draft without kept weights is
+        discarded. `policy` has the weights of `version`; the noise depends on `seed`, `salt`,
+        prompt, index and version alone. Drafts share a prompt as completions do in
+        `OptimizerStep`, by `row_cost`.
         """
         drafts = self._trials(groups, version, seed, salt)
         audit, trials = DraftAudit(tokens=sum(one.tokens for one in drafts)), list[Trial]()
@@ -93,14 +93,12 @@ class Drafts:
             return audit
         device = next(policy.parameters()).device
         parameters = _trainable(policy).items()
-        planned, finite = [], list[Trial]()
-        for versions in sorted({one.draft.versions for one in trials}):
-            members = [one for one in trials if one.draft.versions == versions]
-            planned.append((versions, _batches(members, row_cost, micro_batch_tokens)))
+        finite = list[Trial]()
         with evaluating(policy), forward_context():
-            for versions, batches in planned:
+            for versions in sorted({one.draft.versions for one in trials}):
+                members = [one for one in trials if one.draft.versions == versions]
                 drew: dict[int, dict[str, Tensor]] = {}
-                for batch, rows in batches:
+                for batch, rows in _batches(members, row_cost, micro_batch_tokens):
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
                     known = [one for one in batch if one.is_finite()]
                     for one in known:
@@ -131,12 +129,11 @@ class Drafts:
         return audit
 
     def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
-        """Return the drafts of some groups, as far as the limit, with their noise."""
+        """Return the drafts of some groups, with their noise."""
         trials = []
         for sample in (Sample(g, c) for g in groups for c in g.completions):
-            if sample.completion.draft is None:
+            if (draft := sample.completion.draft) is None:
                 continue
-            draft = sample.completion.draft.first(sample.group.sampling.max_completion_length)
             name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)

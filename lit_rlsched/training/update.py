@@ -94,10 +94,6 @@ class Update:
         with self.forward_context():
             return {name: values.cpu() for name, values in self.learner.score(batch).items()}
 
-    def accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
-        """Accumulate the gradients of a part of the round's first step, on all ranks."""
-        return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
-
     def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate this rank's share of the gradients, as `Learner.accumulate` does; a task."""
         step = self._step_of(part.groups, part.version, divisor=divisor)

@@ -18,18 +18,16 @@ from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngi
 from lit_rlsched.engines.child import PipeLink, Watch
 from lit_rlsched.engines.process_engine import MAX_DEATHS
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Group, Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 LIMIT = 400
 POLICIES = {
@@ -163,33 +161,6 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     assert worker.abort() == [] and not worker.busy
     assert worker.ahead_steps > 0
     assert trace.tokens == len(event.token_ids) == 1
-
-
-@process_only
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["fifo", "longest_first"])
-def test_pauses_and_predictions(here, there, order):
-    figures = []
-    for bench in (here, there):
-        lengths = CalibratedPredictor(PromptHistory())
-        worker, *rest = bench.run(FullRound(PROMPTS), 4, order, lengths, on_group=pause)
-        figures.append(rest)
-    assert figures[0] == figures[1]
-    assert worker.ahead_steps == 0, "it waited to be asked"
-
-
-@process_only
-@pytest.mark.slow
-def test_more_groups_while_the_round_decodes(here, there):
-    def more_of(waiting):
-        return lambda group: waiting.pop() if waiting else None
-
-    spare = [Group(f"{g.id}+", g.prompt, g.sampling, g.completions) for g in plan(LIMIT)[:2]]
-    figures = [
-        bench.run(FullRound(PROMPTS), 4, more=more_of([g.copy() for g in spare]))[1:]
-        for bench in (here, there)
-    ]
-    assert figures[0] == figures[1]
 
 
 @pytest.fixture
@@ -500,18 +471,6 @@ def test_an_engine_that_cannot_be_sent_is_refused():
         engine.start(SPEC)
 
 
-@pytest.mark.slow
-def test_an_engine_that_its_process_cannot_read_is_an_error():
-    class Unreadable(SimulatedEngine):
-        def __setstate__(self, state):
-            raise ValueError("not here")
-
-    engine = ProcessEngine(Unreadable())
-    with pytest.raises(ValueError, match="not here"):
-        engine.start(SPEC)
-    assert engine.restarts == 0
-
-
 def test_it_dies_with_the_trainer(tiny_model):
     script = f"""
         from lit_rlsched.engines import ProcessEngine, SimulatedEngine
@@ -555,7 +514,3 @@ def test_the_process_imports_neither_lightning_nor_transformers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not {"lightning", "transformers", "vllm"} & {*modules.stdout.split()}
-
-
-def test_other_engines_are_called_directly(here):
-    assert isinstance(here.engine.make_worker(Admission(2)), RolloutWorker)
