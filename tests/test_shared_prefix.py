@@ -138,12 +138,6 @@ def test_equal_in_fp64(family: str, attention: str) -> None:
     check_equal(model, make_rows(), tolerance, tolerance)
 
 
-def test_padding_does_not_pass_the_table_of_positions() -> None:
-    """GPT-2 has a position for each token of its context of 64 and no more."""
-    rows = make_rows(((60, (2, 3)), (20, (30, 30, 30))))
-    check_equal(make_model("GPT2"), rows, 1e-12, 1e-12)
-
-
 def test_gradient_checkpointing() -> None:
     model = make_model("GPTNeoX")
     model.gradient_checkpointing_enable()

@@ -361,23 +361,6 @@ def test_one_that_keeps_dying_stops_the_run(placement, tiny_model, make_policy, 
     bench.engine.close()
 
 
-@pytest.mark.slow
-def test_one_that_does_not_start_says_so(tiny_model):
-    class Stillborn(SimulatedEngine):
-        """Does not start."""
-
-        def start(self, spec):
-            os._exit(3)
-
-    engine = ProcessEngine(Stillborn())
-    with (
-        pytest.warns(UserWarning, match="exited with code 3; another one"),
-        pytest.raises(RuntimeError, match="exited with code 3, 3 times in a row"),
-    ):
-        engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
-    engine.close()
-
-
 SPEC = EngineSpec("", 2, 448, (1,))
 
 
