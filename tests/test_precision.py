@@ -1,6 +1,5 @@
 """What the Trainer's precision does to weights, rotary tables and adapters."""
 
-import re
 import warnings
 from typing import Any, get_args
 
@@ -25,9 +24,7 @@ from lit_rlsched.training.precision import (
     PASSES,
     KeepsFloat32,
     check_precision,
-    load_dtype,
     to_like,
-    trains_in_half,
 )
 
 SIZES: dict[str, Any] = {
@@ -135,18 +132,6 @@ def test_every_family_is_cast_as_transformers_would(family):
         assert tensor.dtype == (before[name].dtype if kept else theirs[name]), name
         if tensor.dtype == torch.float32:
             assert torch.equal(tensor, before[name]), name
-
-
-def test_who_trains_in_half_precision_is_told_of_one_that_does_not():
-    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert trains_in_half(policy) is None
-    policy[0].to(torch.bfloat16).requires_grad_(False)
-    assert trains_in_half(policy) is None, "a frozen base under adapters"
-    for dtype in (torch.bfloat16, torch.float16):
-        text = str(trains_in_half(policy.to(dtype)))
-        assert f"weights are in {str(dtype).removeprefix('torch.')}, in which most" in text
-        assert re.findall(r"`(.*?)`", text) == ["precision: bf16-mixed", "lora_rank"]
-        assert load_dtype("bf16-mixed", lora=False) == torch.float32, "what it recommends"
 
 
 # Whole runs.

@@ -1,5 +1,4 @@
 import copy
-import io
 import math
 from collections import Counter
 
@@ -262,18 +261,6 @@ def test_a_draft_of_unknown_weights_is_discarded():
     audit = verify(drafts, policy, groups)
     assert other == Completion(0, attempts=other.attempts)
     assert audit.rejected_tokens == tokens and audit.nonfinite == 0
-
-
-def test_weights_survive_a_checkpoint():
-    policy = make_policy(0, torch.float32)
-    drafts, groups = lost(policy)
-    file, again, twin = io.BytesIO(), Drafts(), copy.deepcopy(groups)
-    torch.save(drafts.weights, file)
-    file.seek(0)
-    again.weights = torch.load(file, weights_only=True)
-    later = moved(policy, by=0.3)
-    assert verify(drafts, later, groups) == verify(again, later, twin)
-    assert groups == twin
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -432,21 +432,6 @@ def test_an_answer_that_cannot_be_sent_is_an_error():
     engine.close()
 
 
-@pytest.mark.slow
-def test_an_error_that_cannot_be_sent_is_told_and_no_refusal():
-    class Odd(Exception):
-        def __init__(self, one, two):
-            super().__init__(f"{one} and {two}")
-
-    class Raising(SimulatedEngine):
-        def start(self, spec):
-            raise Odd("this", "that")
-
-    with pytest.raises(RuntimeError, match="Odd: this and that") as error:
-        ProcessEngine(Raising()).start(SPEC)
-    assert not isinstance(error.value, UsageError)
-
-
 def test_an_engine_that_cannot_be_sent_is_refused():
     engine = ProcessEngine(SimulatedEngine())
     engine.engine.lock = threading.Lock()

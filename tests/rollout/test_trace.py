@@ -24,18 +24,6 @@ def test_bubble_ratio_by_hand():
     assert trace.spans["end_step"] == [1, 3]
 
 
-@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.integers(1, 5))
-def test_bubble_ratio_is_zero_where_all_slots_always_run(durations, slots):
-    trace = RolloutTrace(slots)
-    for i in range(slots):
-        trace.admitted(str(i), 0.0)
-    now = 0.0
-    for seconds in durations:
-        trace.take(Step(now, now + seconds, running=slots, kv_tokens=0))
-        now += seconds
-    assert trace.bubble_ratio == 0.0
-
-
 def test_gradients_overlap_with_the_steps_they_are_computed_in():
     trace = RolloutTrace(slots=1)
     trace.admitted("a", 10.0)

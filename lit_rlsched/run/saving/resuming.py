@@ -20,7 +20,7 @@ from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
 from lit_rlsched.types import Completion, Group, stable_hash
 
-FORMAT = 2
+FORMAT = 3
 """Format of the data module's state."""
 
 SAME_ON_RESUME = (
