@@ -88,7 +88,7 @@ SCHEDULES = {
         ahead=True, loss=(("importance_sampling_mode", "sequence_truncate"),)
     ),
     '`AsyncRollout(2, too_old="wait")`': Schedule(
-        lambda: WindowRound(1, 2, 1, 9, None, oldest_first=True), "length", ahead=True
+        lambda: WindowRound(1, 2, 1, 9, None), "length", ahead=True
     ),
     '`DownSampling(rule="random")`': _selected("random", drop_uninformative=False),
     '`DownSampling(rule="max_variance")`': _selected("max_variance"),

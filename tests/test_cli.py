@@ -396,7 +396,7 @@ def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypa
             RolloutWindow(),
             "begin later prompts, which are verified; a round trains in the",
         ),
-        (RolloutWindow(overtake=2), "the first that are ready; up to 2 rounds overtake a prompt"),
+        (RolloutWindow(overtake=2), "the oldest that are ready; up to 2 rounds overtake a prompt"),
         (AsyncRollout(), "the next round is drawn during the update; tokens are at most 2 rounds"),
         (StreamedTraining(), "gradients are computed while other completions decode"),
         (ParallelismPlanner(), "split over more devices"),
