@@ -26,7 +26,7 @@ engine that drew the drafts computes other log-probs than the trainer: its logit
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, combinations, product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -66,8 +66,9 @@ def _tail(ratio: float = 2.0, completions: float = 1.0, **settings: Any) -> Sche
     return Schedule(lambda: TailRound(1, G, ratio, completions, **settings), sees="length")
 
 
-def _window(prompts: int, overtakes: int = 0) -> Schedule:
-    return Schedule(lambda: WindowRound(1, prompts, overtakes), "length", prompts=3, runs=CYCLES)
+def _window(prompts: int, overtakes: int, slots: int) -> Schedule:
+    rule = partial(WindowRound, 1, prompts, overtakes)
+    return Schedule(rule, "length", slots=slots, prompts=3, runs=CYCLES)
 
 
 def _selected(rule: Any, early: bool = False, **settings: Any) -> Schedule:
@@ -105,10 +106,10 @@ SCHEDULES = {
     '`DownSampling(rule="max_reward")`': _selected("max_reward"),
     "`DynamicSampling`": _full(1, sees="reward", max_num_gen_batches=4, runs=DRAWN, rounds=1),
     "three prompts, full rounds": _full(1, prompts=3, runs=CYCLES),
-    "three prompts, `RolloutWindow(2)`": _window(2),
-    "three prompts, `RolloutWindow(3)`": _window(3),
-    "three prompts, `RolloutWindow(3, overtake=1)`": _window(3, 1),
-    "three prompts, `RolloutWindow(3, overtake=2)`": _window(3, 2),
+    "three prompts, `RolloutWindow(2)` (three slots)": _window(2, 0, 3),
+    "three prompts, `RolloutWindow(3)` (four slots)": _window(3, 0, 4),
+    "three prompts, `RolloutWindow(3, overtake=1)`": _window(3, 1, 6),
+    "three prompts, `RolloutWindow(3, overtake=2)`": _window(3, 2, 6),
 }
 
 Key = tuple[int, Tokens, tuple[tuple[int, int], ...], bool]

@@ -12,8 +12,8 @@ ALWAYS = [
     "`RolloutWindow(2)` (three slots)",
     '`DownSampling(rule="random")`',
     "three prompts, full rounds",
-    "three prompts, `RolloutWindow(2)`",
-    "three prompts, `RolloutWindow(3)`",
+    "three prompts, `RolloutWindow(2)` (three slots)",
+    "three prompts, `RolloutWindow(3)` (four slots)",
 ]
 OVER_A_POOL = [
     "`RolloutWindow(2, overtake=1)`",
