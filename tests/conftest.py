@@ -82,7 +82,6 @@ def pytest_unconfigure() -> None:
 
 LONGEST = (
     "nodes",  # a folder, one after the other, which mostly wait
-    "test_fault_sweep",
     "test_vllm_parallel",
     "test_resume",
     "test_on_cpu",
