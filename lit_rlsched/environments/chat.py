@@ -23,7 +23,7 @@ from lit_rlsched.environments.response_templates import (
     load,
 )
 from lit_rlsched.settings import ENDS, UsageError
-from lit_rlsched.text import are_text, content_text, is_deep, printable
+from lit_rlsched.text import is_deep, printable
 
 _NO_COLUMNS: Mapping[str, Any] = {}
 
@@ -126,7 +126,7 @@ class ToolChat:
         return token in self._ends
 
     def replies(
-        self, message: Mapping[str, Any], answers: Sequence[tuple[str, Any, bool]]
+        self, message: Mapping[str, Any], answers: Sequence[tuple[str, str, bool]]
     ) -> list[dict[str, Any]]:
         """Return the messages of replies, each with the id of its call if that has one."""
         ids: dict[str, list[str]] = {}
@@ -143,8 +143,7 @@ class ToolChat:
         self, messages: Sequence[Mapping[str, Any]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
     ) -> list[int] | None:
         """Return the tokens of replies, and of the beginning of the next turn."""
-        messages = [{**each, "content": self._readable(each["content"])} for each in messages]
-        if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
+        if sum(len(message["content"]) for message in messages) > room * self._longest_token:
             return None
         # some templates take the name of a reply from its call, which they find by its id
         replies = [{"tool_call_id": id_of(i), **message} for i, message in enumerate(messages)]
@@ -155,36 +154,6 @@ class ToolChat:
         if ids[: len(before)] != before:
             raise ValueError(f"the template changes the call of {dummy[-1]['tool_calls']}")
         return ids[len(before) :] if len(ids) - len(before) <= room else None
-
-    def text_of(self, content: str | list[Any]) -> str:
-        """Return the content of a reply as text, as near to what the template makes of it."""
-        return str(content) if self._shows_lists else content_text(content)
-
-    def _readable(self, content: str | list[Any]) -> str | list[Any]:
-        if isinstance(content, str):
-            return content
-        whole = self._shows_parts if are_text(content) else self._shows_lists
-        return content if whole else content_text(content)
-
-    @cached_property
-    def _shows_parts(self) -> bool:
-        """Whether the template renders text parts in a reply."""
-        parts = [{"type": "text", "text": text} for text in ("part_a8f3", "part_b9d4")]
-        return self._shows(parts, "part_a8f3", "part_b9d4")
-
-    @cached_property
-    def _shows_lists(self) -> bool:
-        """Whether it renders all of any other list."""
-        items = ["item_a8f3", 40917, {"text": "item_d6e7", "key_b9d4": "item_c4f9"}]
-        return self._shows(items, "item_a8f3", "40917", "item_d6e7", "key_b9d4", "item_c4f9")
-
-    def _shows(self, content: list[Any], *marks: str) -> bool:
-        chat = [*dummy_chat(F), {**dummy_replies(F)[0], "content": content}]
-        try:
-            text = self._tokenizer.decode(self._ids(chat))
-        except Exception:  # what a template raises has many types
-            return False
-        return all(mark in text for mark in marks)
 
     def opening(
         self,

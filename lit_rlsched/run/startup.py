@@ -352,9 +352,7 @@ class Startup:
             return []
         found = special_tokens(self._tokenizer)
         tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
-        prompts = [str(prompt.text) for prompt in self.prompts.first(2)]
-        template = str(self._tokenizer.chat_template)
-        return self._settings.rewards.tokens_looked_for(tokens, template, prompts)
+        return self._settings.rewards.tokens_looked_for(tokens)
 
     def _trainer_state(self, step: int) -> SimpleNamespace:
         settings = self._settings

@@ -66,37 +66,6 @@ def test_replies_are_the_tokens_that_trl_appends(name, content):
         assert chat.reply(messages, 512) == trl.GRPOTrainer._get_tool_suffix_ids(theirs, messages)
 
 
-LISTS = [
-    ["first", "second"],
-    [7, 8],
-    [{"title": "Oslo", "text": "capital"}],
-    [],
-    [{"type": "text", "text": "two "}, {"type": "text", "text": "parts"}],
-]
-PRINTING = {"qwen2_5": LISTS, "llama3_1": LISTS, "llama3_2": LISTS}
-"""Templates that show any list; TRL gives others the same lists, and they show none of it."""
-SHOWN = PRINTING | {"qwen3_5_think": LISTS[4:], "gemma4": LISTS[4:]}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("content", LISTS, ids=str)
-def test_a_list_is_what_trl_makes_of_it_or_a_text(name, content):
-    """The model is told all of it by any template."""
-    tokenizer = tokenizer_of(name)
-    chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
-    one = {"role": "tool", "name": "add", "content": content}
-    ids = chat.reply([one], 512)
-    if content in SHOWN.get(name, ()):
-        assert ids == trl.GRPOTrainer._get_tool_suffix_ids(theirs_of(tokenizer), [one])
-    else:
-        joined = "two parts" if content == LISTS[4] else str(content)
-        assert ids == chat.reply([{**one, "content": joined}], 512)
-    text, parts = tokenizer.decode(ids), [*LISTS[0], "7", "8", "Oslo", "capital", "two ", "parts"]
-    assert all(part in text for part in parts if part in str(content))
-    # rewards see it as the model does, but for the quotes of JSON
-    assert chat.text_of(content).replace("'", '"') in text.replace("'", '"')
-
-
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen3_training"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_calls_are_those_that_trl_parses(name, cut):

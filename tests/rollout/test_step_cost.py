@@ -18,7 +18,7 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.workers.messages import Result, parse_message
+from lit_rlsched.workers.pool import Result, parse_message
 
 OURS = (
     "rollout/controller.py",
