@@ -145,7 +145,10 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
     plain = {"plain": True}
     for variant in (window, overtaking, mixed, plain):
         exact = {"precision": "64-true", **variant}
-        check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
+        results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
+        # gradients are summed in another order: 1e-17 of one as small as AdamW's eps of 1e-8 is a
+        # billionth of the step, up to lr * 1e-9 = 1e-12 after each of at most eight steps
+        check_same(results, 1e-11)
 
 
 @pytest.mark.slow
