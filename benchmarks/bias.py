@@ -4,27 +4,29 @@
 
 Two prompts, a vocabulary of EOS and two other tokens, at most 3 tokens, and a policy that is a
 table of logits: a prompt has 15 possible completions. One prompt's completions are short, the
-other's long. The reward is 1 if a completion has the token 2, so that longer completions have it
-more often. Rules, rollout loop, verification, selection, advantages and loss are the package's, the
-engine is simulated. Where a round ends early an update has one prompt and a pool two; where
-completions are selected an update has one prompt; else it has both. Advantages are relative to the
-others' mean (`leave_one_out`), and the loss is `dr_grpo`, which divides by constants, so that full
-rounds give the gradient of the mean reward without bias.
+other's long. A second task has three prompts, with at most 2 tokens and so 7 completions each;
+updates there have one prompt, and the data begin with each of them equally often. The reward is 1
+if a completion has the token 2, so that longer completions have it more often. Rules, rollout loop,
+verification, selection, advantages and loss are the package's, the engine is simulated. Where a
+round ends early an update has one prompt and a pool two; where completions are selected an update
+has one prompt; else it has both. Advantages are relative to the others' mean (`leave_one_out`), and
+the loss is `dr_grpo`, which divides by constants, so that full rounds give the gradient of the mean
+reward without bias.
 
-The bias is the distance between the expected gradient and that of the mean reward of both prompts
+The bias is the distance between the expected gradient and that of the mean reward of all prompts
 under the same policy, over the norm of the latter; the cosine is that of their angle. `an update`:
 the last one of a pool. `a pool`: all of its updates, each weighted by its completions. `policy
 moves`: the last update of a pool, if each update moves the distribution of the next token by a mean
 total variation distance of `--distance`, in the direction of the gradient.
 
-The second table shows how far verified completions are from draws of the verifying policy if the
+The last table shows how far verified completions are from draws of the verifying policy if the
 engine that drew the drafts computes other log-probs than the trainer: its logits have normal noise.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, combinations, product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks import results, tabular
-from benchmarks.bias_cases import LIMIT, OPEN, VOCAB, Cases, Policy, Schedule, Trained, World
+from benchmarks.bias_cases import LIMITS, VOCAB, Cases, Policy, Schedule, Trained, World
 from benchmarks.bias_cases import reward as reward_of
 from benchmarks.tabular import Tokens
 from lit_rlsched.scheduling.rollout_window import WindowRound
@@ -48,11 +50,12 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 G = 2
 EACH = ((0,), (1,))
+CYCLES = ((0, 1, 2), (1, 2, 0), (2, 0, 1))
 DRAWN = tuple(product((0, 1), repeat=4))
 
 
-def _full(prompts: int = 2, **settings: Any) -> Schedule:
-    return Schedule(lambda: FullRound(prompts), **settings)
+def _full(update: int = 2, **settings: Any) -> Schedule:
+    return Schedule(lambda: FullRound(update), **settings)
 
 
 def _sorted(mode: Any, **settings: Any) -> Schedule:
@@ -61,6 +64,11 @@ def _sorted(mode: Any, **settings: Any) -> Schedule:
 
 def _tail(ratio: float = 2.0, completions: float = 1.0, **settings: Any) -> Schedule:
     return Schedule(lambda: TailRound(1, G, ratio, completions, **settings), sees="length")
+
+
+def _window(prompts: int, overtakes: int, slots: int) -> Schedule:
+    rule = partial(WindowRound, 1, prompts, overtakes)
+    return Schedule(rule, "length", slots=slots, prompts=3, runs=CYCLES)
 
 
 def _selected(rule: Any, early: bool = False, **settings: Any) -> Schedule:
@@ -88,7 +96,7 @@ SCHEDULES = {
         ahead=True, loss=(("importance_sampling_mode", "sequence_truncate"),)
     ),
     '`AsyncRollout(2, too_old="wait")`': Schedule(
-        lambda: WindowRound(1, 2, 1, 9, None, oldest_first=True), "length", ahead=True
+        lambda: WindowRound(1, 2, 1, 9, None), "length", ahead=True
     ),
     '`DownSampling(rule="random")`': _selected("random", drop_uninformative=False),
     '`DownSampling(rule="max_variance")`': _selected("max_variance"),
@@ -97,6 +105,11 @@ SCHEDULES = {
     '`DownSampling(rule="percentile")`': _selected("percentile"),
     '`DownSampling(rule="max_reward")`': _selected("max_reward"),
     "`DynamicSampling`": _full(1, sees="reward", max_num_gen_batches=4, runs=DRAWN, rounds=1),
+    "three prompts, full rounds": _full(1, prompts=3, runs=CYCLES),
+    "three prompts, `RolloutWindow(2)` (three slots)": _window(2, 0, 3),
+    "three prompts, `RolloutWindow(3)` (four slots)": _window(3, 0, 4),
+    "three prompts, `RolloutWindow(3, overtake=1)`": _window(3, 1, 6),
+    "three prompts, `RolloutWindow(3, overtake=2)`": _window(3, 2, 6),
 }
 
 Key = tuple[int, Tokens, tuple[tuple[int, int], ...], bool]
@@ -136,7 +149,7 @@ def _kept(rewards: Rewards, selection: Selection | None) -> list[tuple[float, li
         Group(
             f"{i}",
             Prompt(f"{i}", "", (0,)),
-            Sampling(LIMIT),
+            Sampling(1),
             [Completion(j, scores=[r]) for j, r in enumerate(row)],
         )
         for i, row in enumerate(rewards)
@@ -182,9 +195,9 @@ def gradient(
     def of(number: int) -> Policy:
         return policies[min(number, len(policies) - 1)]
 
-    logits = of(version).logits.clone().requires_grad_()
-    place, table = {prefix: i for i, prefix in enumerate(OPEN)}, logits.log_softmax(-1)
-    mask, drew = torch.zeros(2, len(rows), LIMIT, dtype=torch.float64)
+    logits, limit = of(version).logits.clone().requires_grad_(), of(version).limit
+    place, table = {p: i for i, p in enumerate(of(version).open)}, logits.log_softmax(-1)
+    mask, drew = torch.zeros(2, len(rows), limit, dtype=torch.float64)
     values = []
     for i, (prompt, tokens, spans, _) in enumerate(rows):
         versions = [v for v, n in spans for _ in range(n)] + [version] * len(tokens)
@@ -200,22 +213,22 @@ def gradient(
         mask,
         loss_type="dr_grpo",
         step_sequences=1,
-        max_completion_length=LIMIT,
+        max_completion_length=limit,
         **{drawn_by: drew},
         **settings,
     ).loss
-    (found,) = torch.autograd.grad(-LIMIT * loss, logits)
+    (found,) = torch.autograd.grad(-limit * loss, logits)
     return found.flatten().numpy()
 
 
 def mean_reward_gradient(policy: Policy) -> np.ndarray:
-    """Return the gradient of the mean reward of both prompts."""
+    """Return the gradient of the mean reward of all prompts."""
     logits = policy.logits.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for prompt, law in enumerate(policy.laws):
         rows = logits[prompt].log_softmax(-1)
         for x in law:
-            at = [OPEN.index(x[:k]) for k in range(len(x))]
+            at = [policy.open.index(x[:k]) for k in range(len(x))]
             total = total + reward_of(x) * rows[at, list(x)].sum().exp()
     (found,) = torch.autograd.grad(total / len(policy.laws), logits)
     return found.flatten().numpy()
@@ -254,11 +267,13 @@ def expected(schedule: Schedule, policies: Sequence[Policy]) -> Updates:
     return Updates(one, np.sum(parts, axis=0) / completions, last + first)
 
 
-def policies(distance: float, seed: int = 0) -> list[Policy]:
+def policies(distance: float, seed: int = 0, prompts: int = 2) -> list[Policy]:
     """Return three policies, each `distance` from the one before in the gradient's direction."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(2, len(OPEN), VOCAB, generator=generator, dtype=torch.float64)
-    logits[:, :, tabular.EOS] += torch.tensor([0.7, -0.7], dtype=torch.float64).unsqueeze(1)
+    shape = prompts, len(tabular.prefixes(VOCAB, LIMITS[prompts])), VOCAB
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+    shorter = torch.linspace(0.7, -0.7, prompts, dtype=torch.float64)
+    logits[:, :, tabular.EOS] += shorter.unsqueeze(1)
     found = [Policy(logits)]
     for _ in range(2):
         was = found[-1]
@@ -273,9 +288,9 @@ def policies(distance: float, seed: int = 0) -> list[Policy]:
 
 
 def _distance(one: Policy, other: Policy) -> float:
-    """Mean over tokens of completions of both prompts."""
+    """Mean over tokens of completions of all prompts."""
     tables = list(zip(one.tables, other.tables, strict=True))
-    total = sum(sum(tabular.mean_distances(p, q, LIMIT)) for p, q in tables)
+    total = sum(sum(tabular.mean_distances(p, q, one.limit)) for p, q in tables)
     return total / sum(len(x) * w for law in one.laws for x, w in law.items())
 
 
@@ -344,15 +359,17 @@ def _print(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = results.parser("bias", __doc__)
     parser.add_argument("--distance", type=float, default=0.02, help="between two updates")
     parser.add_argument("--seed", type=int, default=0, help="of the policy")
     results.add_cases(parser, SCHEDULES)
     options = results.parse(parser, arguments)
-    moving = policies(options.distance, options.seed)
-    rows = {name: measure(SCHEDULES[name], moving) for name in options.cases}
-    _print(rows, "", _cell)
-    print()
+    for prompts in LIMITS:
+        moving = policies(options.distance, options.seed, prompts)
+        cases = [name for name in options.cases if SCHEDULES[name].prompts == prompts]
+        if cases:
+            _print({name: measure(SCHEDULES[name], moving) for name in cases}, "", _cell)
+            print()
     noises = {f"{noise:g}": mismatch(noise, range(10)) for noise in (1e-3, 1e-2, 0.05)}
     _print(noises, "noise of logits", lambda name, value: f"{value:.1e}")

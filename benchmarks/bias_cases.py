@@ -19,9 +19,8 @@ from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule
@@ -29,8 +28,9 @@ from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
 from lit_rlsched.training.selection import Selection, Stop, is_uninformative
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 
-VOCAB, LIMIT = 3, 3
-OPEN = tabular.prefixes(VOCAB, LIMIT)
+VOCAB = 3
+LIMITS = {2: 3, 3: 2}
+"""Tokens of a completion at most, by prompts of the task."""
 T = TypeVar("T")
 
 
@@ -43,10 +43,11 @@ class Policy:
     """A table of logits `[prompts, prefixes, tokens]`."""
 
     def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
+        self.logits, self.limit = logits, LIMITS[len(logits)]
+        self.open = tabular.prefixes(VOCAB, self.limit)
         rows = logits.log_softmax(-1)
-        self.tables = [Row(zip(OPEN, of_prompt, strict=True)) for of_prompt in rows]
-        self.laws = [tabular.sequences(table, LIMIT) for table in self.tables]
+        self.tables = [Row(zip(self.open, of_prompt, strict=True)) for of_prompt in rows]
+        self.laws = [tabular.sequences(table, self.limit) for table in self.tables]
 
 
 class Row(dict[Tokens, Tensor]):
@@ -102,6 +103,8 @@ class Schedule:
     max_num_gen_batches: int = 1
     loss: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `policy_loss`."""
+    prompts: int = 2
+    """Prompts of the task."""
     runs: tuple[tuple[int, ...], ...] = ((0, 1),)
     """Prompts of each run, in the order of the data; the runs are equally likely."""
     rounds: int | None = None
@@ -148,7 +151,7 @@ class World:
             begun: dict[Tokens, float] = defaultdict(float)
             for x, w in self.laws[request.id].items():
                 begun[x[:cut]] += w
-            law = tabular.completed(newest.tables[prompt], begun, LIMIT)
+            law = tabular.completed(newest.tables[prompt], begun, newest.limit)
         return self._settle(request.id, {(x, cut): w for x, w in law.items()})[0]
 
     def _settle(self, name: str, law: dict[tuple[Tokens, int], float]) -> tuple[int, int]:
@@ -156,7 +159,8 @@ class World:
         sees = self.schedule.sees
         seen: dict[tuple[Any, ...], dict[Tokens, float]] = defaultdict(lambda: defaultdict(float))
         for (x, there), w in law.items():
-            length = (len(x), there) if sees in ("length", "both") else (LIMIT, min(there, 1))
+            unseen = self.policies[0].limit, min(there, 1)
+            length = (len(x), there) if sees in ("length", "both") else unseen
             seen[*length, reward(x) if sees in ("reward", "both") else None][x] += w
         options = [(key, sum(of.values())) for key, of in seen.items()]
         key = self.cases.choose([option for option in options if option[1] > 0])
@@ -174,7 +178,8 @@ class World:
             p, q = (self.policy(v).tables[prompt] for v in (version, draft.versions[-1]))
             law: dict[tuple[Tokens, int], float] = defaultdict(float)
             for x, w in self.laws[name].items():
-                for result, share in _verified(p, q, x[: len(draft.token_ids)]).items():
+                begun, limit = x[: len(draft.token_ids)], self.policies[0].limit
+                for result, share in _verified(p, q, begun, limit).items():
                     law[result] += w * share
             length, there = self._settle(name, law)
             completion.token_ids = array("i", [1] * there)
@@ -186,9 +191,9 @@ class World:
 
     def rounds(self, prompts: Sequence[int]) -> Iterator[list[Trained]]:
         """Yield what each round trains on."""
-        how = self.schedule
+        how, limit = self.schedule, self.policies[0].limit
         engine = SimulatedEngine(lengths=self, stream=False, length_only=True)
-        session = simulated_session(engine, how.slots, LIMIT + 1, lambda: Admission(how.slots))
+        session = simulated_session(engine, how.slots, limit + 1, lambda: Admission(how.slots))
         session.controller.scorer = session.scorer = Scores(self)  # type: ignore[assignment]
         selection, batches = how.selection, how.max_num_gen_batches
         hooks = RoundHooks()
@@ -197,7 +202,7 @@ class World:
         hooks.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
         hooks.max_num_gen_batches = batches
         visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
-        planner = RoundPlanner(RolloutBuffer(), Sampling(LIMIT), how.generations)
+        planner = RoundPlanner(RolloutBuffer(), Sampling(limit), how.generations)
         planner.source = Prompts(visits)  # type: ignore[assignment]
         runner, rule = RoundRunner(planner), how.rule()
         number = 0
@@ -223,11 +228,11 @@ class World:
 
 
 @cache
-def _verified(p: Row, q: Row, draft: Tokens) -> dict[tuple[Tokens, int], float]:
+def _verified(p: Row, q: Row, draft: Tokens, limit: int) -> dict[tuple[Tokens, int], float]:
     """Whole sequences, and the number of tokens that the verification gives of them."""
     law: dict[tuple[Tokens, int], float] = defaultdict(float)
     for begun, share in tabular.verified(p, draft, 1.0, q).items():
-        for y, w in tabular.completed(p, {begun: share}, LIMIT).items():
+        for y, w in tabular.completed(p, {begun: share}, limit).items():
             law[y, len(begun)] += w
     return law
 

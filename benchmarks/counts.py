@@ -145,7 +145,7 @@ def update() -> dict[str, Count]:
     rows = [Sample(g, c) for g in groups for c in g.completions]
     found = {}
     for name, shared in (("a row for each completion", False), ("prompts shared", True)):
-        step = OptimizerStep(rows, 4096, row_cost=(lambda *_: cost) if shared else None)
+        step = OptimizerStep(rows, 4096, row_cost=cost if shared else None)
         found[f"update, {name}: positions"] = Count(step.padding().positions)
         found[f"update, {name}: micro-batches"] = Count(len(step))
     return found

@@ -31,6 +31,7 @@ kept. `right` runs are made with both.
 
 import copy
 import math
+import sys
 import tempfile
 from array import array
 from collections import Counter, defaultdict
@@ -139,9 +140,17 @@ def same_noise() -> Iterator[None]:
         module.completion_seed, noise.seed = before
 
 
-def reward(completions: Sequence[str], **columns: Any) -> list[float]:
-    """Return the share of the token `1`."""
-    return [text.count("1") / LIMIT for text in completions]
+def make_reward() -> Callable[..., list[float]]:
+    """Return a reward function: the share of the token `1`.
+
+    It is sent to its worker whole, where one of this module would make the worker import torch,
+    which takes longer than all that a run draws.
+    """
+
+    def reward(completions: Sequence[str], **columns: Any) -> list[float]:
+        return [text.count("1") / LIMIT for text in completions]
+
+    return reward
 
 
 def write_model(folder: Path) -> None:
@@ -196,7 +205,7 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
     fewer = [MicroGroupSampling(slots=PROMPTS * generations * 7 // 8)] * (case != RIGHT[0])
     data = RolloutDataModule(
         [{"prompt": "0123", "uid": str(i)} for i in range(2 * PROMPTS)],
-        [reward],
+        [make_reward()],
         engine=VLLMEngine(),
         prompts_per_round=PROMPTS,
         num_generations=generations,
@@ -268,7 +277,8 @@ def p_value(counts: Mapping[T, int], probabilities: Mapping[T, float]) -> float:
 
 def fisher(p_values: Sequence[float]) -> float:
     """Combine independent p-values (Fisher's method)."""
-    return _tail(-2 * sum(map(math.log, p_values)), 2 * len(p_values))
+    logs = [math.log(max(p, sys.float_info.min)) for p in p_values]  # 0: too small for a float
+    return _tail(-2 * sum(logs), 2 * len(logs))
 
 
 def _tail(statistic: float, degrees: int) -> float:

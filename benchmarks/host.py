@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import models, results
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.processes import keep_heap

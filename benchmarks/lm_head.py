@@ -79,7 +79,7 @@ def count(vocabulary: int, hidden: int, trained: bool, chunk: int, plain: bool =
         states = torch.empty(POSITIONS, hidden, requires_grad=True)
         targets = torch.zeros(POSITIONS, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Kernels() as counted:
-            ours = partial(logprobs._score, lm_head(model).logits, True)
+            ours = partial(logprobs._score, lm_head(model)[1], True)
             score = plainly(model.lm_head) if plain else ours
             logp, _ = logprobs._score_in_chunks(score, states, targets, chunk // (4 * vocabulary))
             logp.sum().backward()

@@ -56,7 +56,7 @@ def measure(
     import torch
     from transformers import AutoConfig
 
-    from lit_rlsched.engines.rollout_worker import RolloutWorker
+    from lit_rlsched.engines.base import RolloutWorker
     from lit_rlsched.engines.spec import EngineSpec
     from lit_rlsched.engines.vllm import VLLMEngine
     from lit_rlsched.rollout.controller import RolloutController

@@ -99,7 +99,7 @@ def update(model: str, variant: str, k: int) -> dict[str, Any]:
             step = OptimizerStep(
                 rows,
                 k * (PROMPT + COMPLETION) if variant == "rows" else MICRO_BATCH_TOKENS,
-                row_cost=(lambda *_: row_cost(policy)) if variant == "shared" else None,
+                row_cost=row_cost(policy) if variant == "shared" else None,
             )
             positions = step.padding().positions
             for batch in step:

@@ -1,16 +1,29 @@
 """Replay recorded completions under another schedule, on a virtual clock."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.round_runner import DrawnRound
 from lit_rlsched.scheduling.admission import Admission, Order, Refill
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
-from lit_rlsched.scheduling.recorded_lengths import RecordedCompletions
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
 from lit_rlsched.simulation.loop import Visit, simulated_rounds, simulated_session
-from lit_rlsched.types import Group, Sample
+from lit_rlsched.types import Group, Request, Sample
+
+
+class RecordedCompletions:
+    """Recorded completions, to be drawn again token by token."""
+
+    def __init__(self, token_ids: Mapping[str, Sequence[int]]) -> None:
+        self._token_ids = token_ids
+
+    def __call__(self, request: Request) -> int:
+        return len(self.token_ids(request))
+
+    def token_ids(self, request: Request) -> Sequence[int]:
+        """All tokens of the request's completion, its prefix included."""
+        return self._token_ids[request.id]
 
 
 @dataclass(frozen=True)

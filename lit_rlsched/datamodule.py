@@ -20,7 +20,7 @@ from lit_rlsched.run import checks
 from lit_rlsched.run.interrupts import is_requeued, requeue
 from lit_rlsched.run.loaders import Evaluation, MicroBatches, Rounds
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.run_config import logged_settings, prepare_runs, run_ids, warn_of_new_runs
+from lit_rlsched.run.run_config import logged_settings, run_ids
 from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
@@ -39,7 +39,7 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     Args:
         train_data: Prompts to train on: a JSONL, JSON or Parquet file, a data set's folder or hub
             name, a task such as `Countdown`, or rows; also a `datasets.IterableDataset`, which is
-            read while the run needs it. A row has a `prompt` (string or chat messages), optionally
+            read to its end. A row has a `prompt` (string or chat messages), optionally
             a `uid`, and any columns that the reward functions take.
         reward_funcs: Reward functions with TRL's signature, or one.
         val_data: Held-out prompts for validation, in the same forms.
@@ -220,9 +220,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     # Lightning's hooks.
 
     def prepare_data(self) -> None:
-        """Prepare W&B's runs, which Lightning begins next, and replace its default bar."""
+        """Replace Lightning's default bar."""
         if self.trainer is not None:
-            prepare_runs(self.trainer)
             replace_default_bar(self.trainer)
 
     def setup(self, stage: str) -> None:
@@ -304,4 +303,3 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
         assert self.trainer is not None
         if self.trainer.state.fn == "fit":
             self.run.load_state_dict(state)
-            warn_of_new_runs(self.trainer, state.get("wandb_ids", ()))

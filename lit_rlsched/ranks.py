@@ -216,8 +216,6 @@ class DistributedTeam(Team):
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self.messages = 0
-        """Number of messages so far, for benchmarks."""
         self.leading = False
         self._watch = TeamWatch(self.rank, self.all_gather)
 
@@ -259,13 +257,11 @@ class DistributedTeam(Team):
         return self._share(task, items)
 
     def all_gather(self, value: T) -> list[T]:
-        self.messages += 1
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def broadcast(self, value: T) -> T:
-        self.messages += 1
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
@@ -315,7 +311,6 @@ class DistributedTeam(Team):
         mine = [self.rank + turn * self.size for turn in range(turns)]
         results = [task(items[i] if i < len(items) else items[0]) for i in mine]
         gathered: list[Any] | None = [None] * self.size if self.leads else None
-        self.messages += 1
         dist.gather_object(results, gathered, dst=0, group=self._group)
         if gathered is None:
             return []

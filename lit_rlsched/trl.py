@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from lit_rlsched.callbacks import RNGState, RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.messages import NO_PROMPT
-from lit_rlsched.data.rows import is_stream, load_rows
+from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
@@ -27,7 +27,7 @@ from lit_rlsched.run.saving.export import export
 from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig, by_our_names
-from lit_rlsched.run.trl_state import Accelerator, History, with_their_names
+from lit_rlsched.run.trl_state import History, accelerator_of, with_their_names
 from lit_rlsched.settings import UsageError, counterpart
 from lit_rlsched.training.lora import settings_of
 from lit_rlsched.training.policy import load_tokenizer
@@ -110,7 +110,7 @@ class _RolloutTrainer:
         self._history = History()
         self.trainer = Trainer(**length, **self._hardware(), **self._outputs(callbacks or []))
         self._history.trainer = self.trainer
-        self.accelerator = Accelerator(self.trainer)
+        self.accelerator = accelerator_of(self.trainer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -175,8 +175,6 @@ class _RolloutTrainer:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
         args, rounds = self.args, 1
         if args.max_steps <= 0 or args.eval_strategy == "epoch":
-            if is_stream(rows):
-                self._refuse("train_dataset", " It is a stream: give `max_steps` and `eval_steps`.")
             made = self.datamodule.run.settings.has_objects
             rounds = max(1, len(load_rows(rows, made)) // prompts)
         most = args.max_steps

@@ -149,15 +149,6 @@ class Draft:
         """Versions of the policies that drew it, in order."""
         return tuple(version for version, _ in self.segments)
 
-    def first(self, tokens: int) -> "Draft":
-        """Return the draft of its first tokens."""
-        spans, left = [], tokens
-        for version, drawn in self.segments:
-            if left > 0:
-                spans.append((version, min(drawn, left)))
-            left -= drawn
-        return Draft(self.token_ids[:tokens], self.logprobs[:tokens], spans)
-
 
 def no_ids() -> "array[int]":
     """Make an array for token ids: 4 bytes each, where a list takes 36."""

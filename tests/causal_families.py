@@ -102,6 +102,12 @@ NOT_TINY: dict[str, str] = {
 """Why a family is not tried."""
 LOOK_AHEAD = ("cpmant", "xlnet")
 """A prompt, or all, is attended to in both directions."""
+HEADS_OF_LAYERS = (
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("modernbert-decoder", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Their logits are not the last layer's product with the last hidden states, and are refused."""
 TEXT_MODELS = ("emu3", "mllama")
 """Families whose text models `AutoModelForCausalLM` saves, but does not load."""
 

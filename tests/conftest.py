@@ -81,7 +81,6 @@ def pytest_unconfigure() -> None:
 
 
 LONGEST = (
-    "test_fault_sweep",
     "test_vllm_parallel",
     "test_resume",
     "test_same_run",

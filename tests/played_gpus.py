@@ -1,4 +1,4 @@
-"""GPUs, CUDA IPC and NCCL played on a CPU: files are GPU memory, and gloo is NCCL.
+"""GPUs and NCCL played on a CPU: gloo is NCCL.
 
 Everything else is real: engines in processes of their own, vLLM's workers and their weight-transfer
 API, the ranks and where they meet.
@@ -6,7 +6,6 @@ API, the ranks and where they meet.
 
 import os
 import signal
-import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -46,10 +45,6 @@ def join(init, parallel_config):
     return Group(init.master_address, init.master_port, rank, init.world_size)
 
 
-def rebuild(path, size, *rest):
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-
-
 def play(patch, gpu):
     """Play a process whose GPU has this UUID; `patch(owner, name, value)` sets an attribute."""
     properties = SimpleNamespace(uuid=gpu)
@@ -59,7 +54,6 @@ def play(patch, gpu):
         (torch.cuda, "Stream", lambda: stream),
         (torch.cuda, "stream", lambda stream: nullcontext()),
         (torch.cuda, "device_count", lambda: 4),
-        (torch.cuda, "ipc_collect", lambda: None),
         (torch.cuda, "get_device_properties", lambda device: properties),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "synchronize", lambda: None),
@@ -78,11 +72,6 @@ def perturb(policy):
 def play_trainer(monkeypatch):
     """Play the trainer on GPU-0."""
 
-    def handle_of(data):
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            file.write(data.numpy().tobytes())
-        return {"GPU-0": (file.name, data.numel(), *[None] * 8)}
-
     play(monkeypatch.setattr, "GPU-0")
     monkeypatch.setattr(_vllm_guest, "import_vllm", lambda: None)  # the trainer's part is played
 
@@ -90,8 +79,6 @@ def play_trainer(monkeypatch):
         return Group(where["master_address"], where["master_port"], 0, where["world_size"])
 
     monkeypatch.setattr(weight_transfer, "open_group", opened)
-    monkeypatch.setattr(weight_transfer, "handle_of", handle_of)
-    monkeypatch.setattr(weight_transfer, "GRACE", 3.0)
 
 
 class PlayedGPUs(VLLMEngine):
@@ -112,7 +99,6 @@ class PlayedGPUs(VLLMEngine):
         import_module(f"{transfer}.nccl_engine").worker_init_process_group = join
         stream = SimpleNamespace(synchronize=lambda: None)
         import_module(f"{transfer}.packed_tensor")._get_streams = lambda *args: [stream]
-        import_module("torch.multiprocessing.reductions").rebuild_cuda_tensor = rebuild
         self.index = spec.index
         super().start(replace(spec, device=torch.device("cpu")))
 

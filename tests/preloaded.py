@@ -17,7 +17,6 @@ IMPORTS = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3",
     "resumable_run",
-    "faulty_run",
     "vllm.v1.engine.llm_engine",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",

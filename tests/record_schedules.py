@@ -54,6 +54,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from schedules import ROWS, SCHEDULES, SETTINGS, Schedule, coin, digits
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import lit_rlsched
 from lit_rlsched import RolloutDataModule, callbacks, engines, types
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
@@ -496,15 +497,17 @@ def against(given: argparse.Namespace) -> bool:
         for path in tool:
             shutil.copy(path, folder)
         archive = subprocess.check_output([*git, "archive", commit.strip(), "lit_rlsched"])
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        before = Path(folder, "before")  # not beside this file: Python looks there first
+        before.mkdir()
+        subprocess.run(["tar", "-x", "-C", before], input=archive, check=True)
         old_names = [name for name in pairs if not (kept / f"{name}.json").exists()]
         noise = ["--noise", *("=".join(names) for names in given.noise.items())]
-        sides = ((folder, kept, old_names, noise), (root, new, pairs.values(), []))
+        sides = ((before, kept, old_names, noise), (root, new, pairs.values(), []))
         for code, out, names, more in sides:
             if names:
                 print(f"What {code} does, recorded in {out}:", flush=True)
                 command = [sys.executable, Path(folder, "record_schedules.py"), "record", out, *how]
-                environ = os.environ | {"PYTHONPATH": str(code)}
+                environ = os.environ | {"PYTHONPATH": str(code), "RECORDS": str(code)}
                 subprocess.run([*command, *more, "--only", *names], env=environ, check=True)
         there = [was for was, now in pairs.items() if (kept / f"{was}.json").exists()]
         both = {was: pairs[was] for was in there if (new / f"{pairs[was]}.json").exists()}
@@ -535,6 +538,8 @@ def main(arguments: list[str]) -> int:
         return 0 if compare(given.old, given.new, given.renamed, given.pairs, given.keys) else 1
     if given.command == "against":
         return 0 if against(given) else 1
+    if not Path(lit_rlsched.__file__).is_relative_to(code := os.environ.get("RECORDS", "/")):
+        raise RuntimeError(f"{lit_rlsched.__file__} is imported, not what is in {code}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -11,9 +11,8 @@ from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission, CacheBudget

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from lit_rlsched import GRPOModule, load_policy
+from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import MicroGroupSampling
 from lit_rlsched.run.advice import (
     EQUAL_ROUNDS,
     MOSTLY_EQUAL_ROUNDS,
     Advice,
-    idle_cores,
     restored_settings,
 )
 from lit_rlsched.run.record import RunRecord
@@ -53,18 +51,6 @@ def test_idle_slots() -> None:
     assert Advice().at_start([2], 8, 8) == []
     (text,) = Advice().at_start([2], 64, 8)
     assert "so 56 slots stay empty. Use `slots=8`" in text
-
-
-def test_idle_cores() -> None:
-    with torch.device("meta"):
-        elsewhere = torch.nn.Linear(10_000, 1000)
-    large, small = torch.nn.Linear(10_000, 1000), torch.nn.Linear(10, 10)
-    assert "`OMP_NUM_THREADS=2`" in (idle_cores(large, processes=1, threads=1, cores=2) or "")
-    assert "only 2 of 16 cores" in (idle_cores(large, processes=2, threads=1, cores=16) or "")
-    assert idle_cores(large, processes=2, threads=1, cores=2) is None
-    assert idle_cores(large, processes=1, threads=2, cores=3) is None
-    assert idle_cores(small, processes=1, threads=1, cores=16) is None
-    assert idle_cores(elsewhere, processes=1, threads=1, cores=16) is None
 
 
 @pytest.mark.parametrize(
@@ -103,14 +89,6 @@ def test_weights_in_half_precision_are_advised_about_where_they_are_trained() ->
     (text,) = Advice().at_start([2], None, 8, half)
     assert "`precision: bf16-mixed`" in text
     assert not Advice().at_start([2], None, 8, half.float()) and not Advice().at_start([2], None, 8)
-
-
-def test_dropout_in_a_policy_of_ones_own_is_advised_about(tiny_model) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(tiny_model, attention_dropout=0.1)
-    assert not Advice().at_start([2], None, 8, policy)  # in eval mode, as it was loaded
-    (text,) = Advice().at_start([2], None, 8, policy.train())
-    assert "attention_dropout=0.1" in text and "load_policy" in text
-    assert not Advice().at_start([2], None, 8, load_policy(str(tiny_model)).train())
 
 
 def test_restored_settings() -> None:

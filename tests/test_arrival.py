@@ -107,7 +107,7 @@ def test_one_machine_and_a_group_that_is_there_wait_for_nobody(monkeypatch):
     same_ranks.await_ranks(trainer())
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_strangers_do_not_end_the_start_of_a_team(monkeypatch, host):
     """Two say nothing until the end, one has another key, and one leaves at once."""
     try:

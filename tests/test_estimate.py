@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import AsyncRollout, MicroGroupSampling, StreamedTraining
-from lit_rlsched.cli.estimate import ADVICE, LiveBytes, PlannedRun, report, storage_bytes, total
+from lit_rlsched.cli.estimate import LiveBytes, PlannedRun, report, storage_bytes, total
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines._vllm_args import full_cache
 from lit_rlsched.engines.spec import EngineSpec, Sizes
@@ -79,14 +79,10 @@ def peaks(run, place="trainer"):
 
 SETTINGS = {
     "plain": {},
-    "checkpointing": {"gradient_checkpointing": True},
-    "lora": {"lora_rank": 4},
     "lora and checkpointing": {"lora_rank": 4, "gradient_checkpointing": True},
     "reference": {"beta": 0.1},
     "bf16-true": {"precision": "bf16-true"},
-    "bf16-mixed": {"precision": "bf16-mixed"},
     "lora in bf16-mixed": {"precision": "bf16-mixed", "lora_rank": 4},
-    "lora in bf16-true": {"precision": "bf16-true", "lora_rank": 4},
     "fused": {"optim": "adamw_torch_fused"},
 }
 
@@ -96,10 +92,7 @@ SETTINGS = {
     ("tokens", "settings"),
     [
         *(pytest.param(400, settings, id=f"400-{name}") for name, settings in SETTINGS.items()),
-        *(
-            pytest.param(1600, SETTINGS[name], id=f"1600-{name}")
-            for name in ("plain", "lora and checkpointing", "bf16-true")
-        ),
+        pytest.param(1600, {}, id="1600-plain"),
     ],
 )
 def test_a_step_takes_what_was_estimated(plan, settings, tokens):
@@ -173,14 +166,6 @@ def test_a_run_of_full_length_completions_holds_what_was_estimated(plan):
     assert held["optimizer state"].rollout == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.slow
-def test_the_cache_follows_the_slots_and_not_the_group(plan):
-    slots = [MicroGroupSampling(slots=3)]
-    few = items(planned(plan(callbacks=slots)))["key-value cache"].rollout
-    many = items(planned(plan(callbacks=slots, num_generations=64)))["key-value cache"].rollout
-    assert few == many == items(planned(plan()))["key-value cache"].rollout * 3 // 16
-
-
 def test_vllm_on_cpu_is_asked_for_its_cache(plan):
     engine = VLLMEngine()
     run = planned(plan(engine=engine))
@@ -190,28 +175,19 @@ def test_vllm_on_cpu_is_asked_for_its_cache(plan):
 
 
 @pytest.mark.slow
-def test_vllm_on_a_gpu_sleeps_in_the_update(plan):
-    memory = 2**30
-    run = planned(plan(engine=VLLMEngine(gpu_memory_utilization=0.25)), memory, "cuda")
-    held = items(run)
-    engine = held["engine weights"], held["key-value cache"]
-    assert sum(i.rollout for i in engine) == memory // 4
-    assert not any(i.update for i in engine)
-    assert "vLLM sleeps in the update" in report(run)
-    awake = planned(plan(engine=VLLMEngine(enable_sleep_mode=False)), memory, "cuda")
-    assert items(awake)["key-value cache"].update > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("share", "slots"), [(0.9, 512), (0.0099, 314)])
-def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch, share, slots):
+def test_slots_of_a_large_gpu_follow_from_its_cache(plan, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-    engine = VLLMEngine(gpu_memory_utilization=share)
-    run = planned(plan(engine=engine, num_generations=128), 2**30, "cuda")
-    assert run.slots == slots
-    assert f"Up to {slots} of a round's 512 completions" in report(run)
+    engine, memory = VLLMEngine(gpu_memory_utilization=0.0099), 2**30
+    run = planned(plan(engine=engine, num_generations=128), memory, "cuda")
+    assert run.slots == 314
+    said = report(run)
+    assert "Up to 314 of a round's 512 completions" in said and "vLLM sleeps in the update" in said
+    held = [items(run)[name] for name in ("engine weights", "key-value cache")]
+    assert sum(i.rollout for i in held) == int(memory * 0.0099) and not any(i.update for i in held)
+    awake = planned(plan(engine=VLLMEngine(enable_sleep_mode=False)), memory, "cuda")
+    assert items(awake)["key-value cache"].update > 0
 
 
 @pytest.mark.slow
@@ -235,17 +211,11 @@ def test_log_probs_take_larger_chunks_on_a_gpu(plan, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_base_under_adapters_is_in_half_precision(plan):
-    run = planned(plan(lora_rank=4, precision="bf16-mixed"))
-    held, parameters = items(run), list(run.module.parameters())
-    adapters = sum(p.numel() for p in parameters if p.requires_grad)
-    base = sum(p.numel() for p in parameters) - adapters
-    assert held["weights"].update == pytest.approx(2 * base + 4 * adapters, rel=1e-2)
-    assert held["gradients"].update == 4 * adapters
-
-
-def test_bf16_true_is_no_advice():
-    assert not any("bf16-true" in text for text in ADVICE.values())
+def test_the_cache_follows_the_slots_and_not_the_group(plan):
+    slots = [MicroGroupSampling(slots=3)]
+    few = items(planned(plan(callbacks=slots)))["key-value cache"].rollout
+    many = items(planned(plan(callbacks=slots, num_generations=64)))["key-value cache"].rollout
+    assert few == many == items(planned(plan()))["key-value cache"].rollout * 3 // 16
 
 
 @pytest.mark.slow
@@ -257,16 +227,6 @@ def test_a_memory_that_is_too_small_says_what_helps(plan):
     said = report(run)
     assert "The run does not fit: the update needs 1.00 KiB more" in said
     assert "gradient_checkpointing" in said
-
-
-@pytest.mark.slow
-def test_the_columns_add_up_and_align(plan):
-    lines = report(planned(plan())).splitlines()
-    assert "rollout      update  how it follows" in lines[0]
-    column = lines[0].index("how it follows")
-    table = lines[1 : lines.index("")]
-    assert all(line[column - 1 : column] in ("", " ") for line in table)
-    assert all(line == line.rstrip() for line in lines)
 
 
 @pytest.mark.slow
@@ -320,8 +280,8 @@ def test_live_bytes_forgets_what_is_freed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [TransformersEngine, VLLMEngine])
-def test_several_engines_have_as_many_weights(plan, engine):
+def test_several_engines_have_as_many_weights(plan):
+    engine = TransformersEngine
     one = planned(plan(engine=ProcessEngine(engine())))
     run = plan(engine=engine(), num_engines=2)
     two, on_gpu = planned(run), planned(plan(engine=engine(), num_engines=2), 2**40, "cuda")
@@ -368,10 +328,8 @@ def test_engines_of_a_ray_cluster_have_gpus_of_their_own(plan):
     ("placement", "transfer", "apart"),
     [
         (ProcessEngine, None, False),
-        (ProcessEngine, "ipc", False),
         (ProcessEngine, "nccl", True),
         (RayEngine, None, True),
-        (RayEngine, "ipc", False),
         (RayEngine, "nccl", True),
     ],
 )

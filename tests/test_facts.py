@@ -16,10 +16,9 @@ from lit_rlsched.callbacks import RolloutLogger, TailBatching
 from lit_rlsched.callbacks.what_if import ALTERNATIVES, beside, candidate, missing, options
 from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.run.facts import recorded
 from lit_rlsched.run.saving.traces import FACTS
-from lit_rlsched.run.switches import class_names, make_schedule
-from lit_rlsched.scheduling.trace_files import Newest, Traces
+from lit_rlsched.run.switches import class_names, make_schedule, recorded
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.schedule import RunFacts
@@ -167,8 +166,7 @@ def test_the_newest_rounds_are_simulated_in_another_order(tmp_path):
     from lit_rlsched.simulation.workload import Workload
 
     traces = Traces(write_run(tmp_path, rounds=9))
-    newest = Newest(traces, 2)
-    assert newest.numbers == [8, 9]
+    newest = traces.newest(2)
     for name in ("rounds", "completions", "spans", "intervals"):
         kept = [row for row in traces.rows(name) if row["round"] >= 8]
         assert newest.rows(name) == kept and kept != traces.rows(name)
@@ -176,4 +174,4 @@ def test_the_newest_rounds_are_simulated_in_another_order(tmp_path):
     shuffled = work.shuffled(0)
     assert sorted(shuffled.lengths) == sorted(work.lengths) and shuffled.lengths != work.lengths
     assert len(work.lengths) == 2 * 4
-    assert Newest(traces, 99).rows("completions") == traces.rows("completions")
+    assert traces.newest(99).rows("completions") == traces.rows("completions")

@@ -1,6 +1,5 @@
 """Numbers that are not finite: dropped and counted, or the run stops before they reach a weight."""
 
-import math
 from functools import partial
 
 import pytest
@@ -58,18 +57,6 @@ def test_a_huge_reward_is_dropped_counted_and_blamed(fit, tiny_model, module, va
     assert data.run.counters["dropped/nonfinite_advantage"] == len(huge)
     assert all(c.advantage == 0 for c in huge) and any(c.advantage for c in completions)
     assert vector(trained.model).isfinite().all()
-
-
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_a_huge_reward_that_is_scaled_is_trained_on(fit, tiny_model, scale):
-    seen = Rounds()
-    settings = {"reward_funcs": [sometimes(1e200)], "num_generations": 8}
-    _, trained, data = fit(GRPO(tiny_model, scale_rewards=scale), [seen], **settings)
-    huge = [c for r in seen.rounds for c in r.completions if c.scores[0] > 1]
-    assert huge and all(1 < c.advantage < 8 for c in huge)
-    assert not any(name.startswith("dropped") for name in data.run.counters)
-    assert vector(trained.model).isfinite().all()
-    assert all(math.isfinite(value) for r in seen.rounds for value in r.metrics.values())
 
 
 @pytest.mark.parametrize("callbacks", [[], [DownSampling(2)]])

@@ -20,12 +20,7 @@ TOUCHED = (
     ),
     *(
         Touch("lightning.pytorch.strategies.model_parallel", f"ModelParallelStrategy.{name}")
-        for name in (
-            "_setup_distributed()",
-            "_data_parallel_size",
-            "_tensor_parallel_size",
-            "_save_distributed_checkpoint",
-        )
+        for name in ("_setup_distributed()", "_data_parallel_size", "_tensor_parallel_size")
     ),
     Touch("lightning.pytorch.strategies.launchers", "_MultiProcessingLauncher"),
     Touch(

@@ -42,25 +42,6 @@ def test_lora_is_one_flag(fit, tiny_model, tmp_path):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_merged_weights_are_what_the_adapters_compute(tiny_model):
-    module = GRPOModule(tiny_model, lora_rank=4)
-    module.configure_model()
-    with torch.no_grad():
-        for name, parameter in module.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    merged = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    before = merged.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
-    assert {n for n, _ in named_weights(module.model)} == {n for n, _ in merged.named_parameters()}
-    merged.load_state_dict(dict(named_weights(module.model)), strict=False)
-    assert not torch.equal(before, merged.state_dict()["model.layers.0.mlp.up_proj.weight"])
-    ids = torch.tensor([[5, 9, 12, 7]])
-    with torch.no_grad():
-        torch.testing.assert_close(
-            module.model.eval()(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4
-        )
-
-
 def test_rloo_logs_the_kl_that_it_subtracts(fit, tiny_model):
     seen, module = Rounds(), RLOOModule(tiny_model, learning_rate=1e-2, beta=0.5)
     trainer, *_ = fit(module, [seen])
@@ -117,13 +98,6 @@ def test_every_loss_trains(fit, tiny_model, loss_type):
     assert not torch.equal(before.seen[0], vector(module))
 
 
-def test_gradient_checkpointing_changes_nothing(fit, tiny_model):
-    _, a, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3))
-    _, b, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3, gradient_checkpointing=True))
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
-
-
 def test_bf16_mixed(fit, tiny_model):
     trainer, module, _ = fit(
         GRPOModule(tiny_model, learning_rate=1e-3),
@@ -133,7 +107,6 @@ def test_bf16_mixed(fit, tiny_model):
     )
     assert next(module.parameters()).dtype == torch.float32
     assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
-    assert 1e-5 < trainer.callback_metrics["drafts/logp_difference"] < 0.05
 
 
 @pytest.mark.slow

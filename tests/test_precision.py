@@ -1,6 +1,5 @@
 """What the Trainer's precision does to weights, rotary tables and adapters."""
 
-import re
 import warnings
 from typing import Any, get_args
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lit_rlsched import GRPOModule
-from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import add_lora, base_model
 from lit_rlsched.training.policy import load_policy, named_weights
@@ -25,9 +24,7 @@ from lit_rlsched.training.precision import (
     PASSES,
     KeepsFloat32,
     check_precision,
-    load_dtype,
     to_like,
-    trains_in_half,
 )
 
 SIZES: dict[str, Any] = {
@@ -137,18 +134,6 @@ def test_every_family_is_cast_as_transformers_would(family):
             assert torch.equal(tensor, before[name]), name
 
 
-def test_who_trains_in_half_precision_is_told_of_one_that_does_not():
-    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert trains_in_half(policy) is None
-    policy[0].to(torch.bfloat16).requires_grad_(False)
-    assert trains_in_half(policy) is None, "a frozen base under adapters"
-    for dtype in (torch.bfloat16, torch.float16):
-        text = str(trains_in_half(policy.to(dtype)))
-        assert f"weights are in {str(dtype).removeprefix('torch.')}, in which most" in text
-        assert re.findall(r"`(.*?)`", text) == ["precision: bf16-mixed", "lora_rank"]
-        assert load_dtype("bf16-mixed", lora=False) == torch.float32, "what it recommends"
-
-
 # Whole runs.
 
 
@@ -198,25 +183,6 @@ def test_what_is_held_in_which_precision(fit, tiny_model, precision, lora_rank, 
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
     assert all(torch.equal(p, before[n]) for n, p in frozen.items())
     assert torch.isfinite(trainer.callback_metrics["loss"])
-
-
-def test_loading_follows_the_precision():
-    assert load_dtype(None, True) == load_dtype("32-true", True) == torch.float32
-    assert load_dtype("16-mixed", True) == load_dtype("bf16-mixed", False) == torch.float32
-    assert load_dtype("bf16-mixed", True) == load_dtype("bf16-true", False) == torch.bfloat16
-    assert load_dtype("16-true", False) == torch.float16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_vllm_decodes_with_adapters_on_a_half_base(fit, tiny_model, precision):
-    """Weights merged in float32, rounded once: the probe after each sync passes."""
-    module = GRPOModule(tiny_model, lora_rank=4, learning_rate=1e-2)
-    trainer, _, _ = fit(
-        module, engine=VLLMEngine(), trainer={"precision": precision, "max_epochs": 3}
-    )
-    assert any(p.abs().max() > 0 for n, p in module.named_parameters() if "lora_B" in n)
-    assert 1e-5 < trainer.callback_metrics["sync/max_logp_diff"] < 0.5
 
 
 def test_adapters_are_merged_in_float32(tiny_model):

@@ -273,12 +273,6 @@ def test_falls_back_to_the_newest_that_can_be_read_and_names_the_others():
     assert f"`{bad.resolve()}` is damaged, or cut off after 500 bytes" in message
     assert f"`{empty.resolve()}` is empty" in message
     assert f"resumes from `{good.resolve()}` instead." in message
-    older = save(Path("run/checkpoints/round_00003-step_000003.ckpt"), rounds=3, seconds=9)
-    older.write_bytes(older.read_bytes()[:500])
-    with pytest.warns(UserWarning) as warned:
-        assert newest_checkpoint(Path("run")) == good.resolve()
-    assert "round_00003" not in str(warned[0].message), "it is no loss"
-    older.unlink()
     good.unlink()
     with pytest.warns(UserWarning, match=r"starts from scratch instead\."):
         assert newest_checkpoint(Path("run")) is None

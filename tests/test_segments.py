@@ -6,10 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loss_batches import every_loss, extra, gradient, random_batch
-from seen_rounds import weights
 
-from lit_rlsched import GRPOModule, RLOOModule
-from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.rollout.audit import attempt
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.training.micro_batches import OptimizerStep, StepTotals
@@ -70,41 +67,3 @@ def test_tokens_of_an_environment_have_no_gradient(loss_type):
         batch[name] = torch.where(batch["mask"], batch[name], -7.0)
     _, again = gradient(batch, **extra(loss_type))
     assert torch.equal(drawn, again)
-
-
-ONE = {"max_epochs": 1}
-
-
-class Replies(RolloutCallback):
-    """Lets an environment answer at the end of each completion."""
-
-    def __init__(self, tokens):
-        self.tokens, self.rounds = tokens, []
-
-    def on_completion_end(self, trainer, pl_module, completion):
-        if self.tokens:
-            completion.take_reply([4 + (completion.index + i) % 9 for i in range(self.tokens)])
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        lambda model: GRPOModule(model, learning_rate=1e-2, beta=0.1),
-        lambda model: RLOOModule(model, learning_rate=1e-2, beta=0.5),
-    ],
-)
-def test_a_run_learns_nothing_from_replies(fit, tiny_model, module):
-    """They come last, so nothing else depends on them: metrics and weights stay the same."""
-    said = Replies(3)
-    runs = [fit(module(tiny_model), [r], ONE, num_iterations=2) for r in (Replies(0), said)]
-    plain, answered = (trainer.callback_metrics for trainer, *_ in runs)
-    assert all(c.segments[-1] == (ENVIRONMENT, 3) for r in said.rounds for c in r.completions)
-    for name in ("reward", "loss", "kl", "entropy", "completions/mean_length", "grad_norm"):
-        assert float(answered[name]) == pytest.approx(float(plain[name]), rel=1e-4, abs=1e-6)
-    ours, theirs = (weights(module) for _, module, _ in runs)
-    far = (ours - theirs).abs() > 2e-4  # steps are 1e-2
-    assert far.sum() <= 2, "Adam turns the rounding of a gradient of nearly 0 into a step"
-    assert sum(r.metrics["num_tokens"] for r in said.rounds) > 0

@@ -37,8 +37,8 @@ def largest_difference(module, drawn, name):
 
 @pytest.mark.parametrize(
     ("rank", "dtype", "bound"),
-    [(0, "float32", 1e-5), (4, "float32", 2e-5), (0, "bfloat16", 0.3)],
-    ids=["all weights", "merged adapters", "bfloat16"],
+    [(4, "float32", 2e-5), (0, "bfloat16", 0.3)],
+    ids=["merged adapters", "bfloat16"],
 )
 def test_the_engine_loads_it(rank, dtype, bound, tiny_model, saved, tmp_path):
     module = GRPOModule(tiny_model, lora_rank=rank)

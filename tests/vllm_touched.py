@@ -90,7 +90,6 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "Request.num_preemptions",
     ),
     "vllm.v1.sample.sampler": ("batched_count_greater_than(logprobs, values)",),
-    "vllm.v1.sample.ops.topk_topp_sampler": (),
     "vllm.v1.worker.gpu_worker": (
         "Worker.model_runner",
         "Worker.get_model()",
@@ -118,15 +117,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "NCCLWeightTransferEngine.init_info_cls",
         "NCCLWeightTransferEngine.update_info_cls",
         "NCCLWeightTransferEngine.model_update_group",
-        "NCCLWeightTransferEngine.shutdown()",
         "NCCLWeightTransferUpdateInfo(names=, dtype_names=, shapes=)",
-    ),
-    "vllm.distributed.weight_transfer.ipc_engine": (
-        "IPCWeightTransferEngine.init_info_cls",
-        "IPCWeightTransferEngine.update_info_cls",
-        "IPCWeightTransferEngine.shutdown()",
-        "IPCWeightTransferInitInfo(packed=)",
-        "IPCWeightTransferUpdateInfo(names=, dtype_names=, shapes=, tensor_sizes=, ipc_handles=)",
     ),
     "vllm.distributed.device_communicators.pynccl": (
         "PyNcclCommunicator.disabled",
@@ -151,21 +142,12 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "vllm.lora.request": ("LoRARequest(lora_name=, lora_int_id=, lora_path=, load_inplace=)",),
     "vllm.lora.lora_model": ("LoRAModel.loras",),
     "vllm.lora.worker_manager": ("WorkerLoRAManager._adapter_manager",),
-    "vllm.lora.punica_wrapper.punica_base": (
-        "PunicaWrapperBase.no_lora",
-        "PunicaWrapperBase.add_lora_linear(y, x, a, b, scale, output_slices)",  # replaced on CPU
-    ),
-    "vllm.lora.punica_wrapper.punica_cpu": ("PunicaWrapperCPU",),
     "vllm.lora.model_manager": (
         "LoRAModelManager.modules",
-        "LoRAModelManager.punica_wrapper_mapping",
         "LoRAModelManager.get_adapter(adapter_id)",
     ),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": ("Platform.device_type",),
-    "vllm.model_executor.models.qwen3": (
-        "Qwen3ForCausalLM.load_weights(weights)",  # replaced for the time of a sync, as in all
-    ),
     "vllm.model_executor.layers.vocab_parallel_embedding": (
         "VocabParallelEmbedding.quant_method",
         "UnquantizedEmbeddingMethod.process_weights_after_loading(layer)",

@@ -64,6 +64,16 @@ async def wait_and_look(key: str) -> str:
     return str(len(key))
 
 
+def lengths(completions, **columns):
+    """A reward: the number of messages."""
+    return [float(len(c)) for c in completions]
+
+
+def one(completions, **columns):
+    """A reward that is always the same."""
+    return [1.0] * len(completions)
+
+
 def notes(delay=None, owns_reward=True):
     """Return a class of environments whose calls take `delay(key, seed)` seconds."""
 

@@ -106,9 +106,8 @@ def in_lockstep() -> None:
         came.clear()
         return answers
 
-    def wait_for_one(self: EnvironmentScheduler, seconds: float) -> None:
-        if waits(self):
-            wait(self, seconds)
+    def wait_for_one(self: Any, timeout: float | None = None) -> bool:
+        return waits(self) and wait(self, timeout)
 
     EnvironmentScheduler.poll = poll_all  # type: ignore[method-assign]
     EnvironmentScheduler.wait = wait_for_one  # type: ignore[method-assign]
@@ -151,7 +150,8 @@ class GivenTurns(VLLMEngine):
 def call_until_the_last_turn(engine: GivenTurns) -> None:
     """Let each turn but the last call the tool, whatever its tokens say."""
 
-    def calls(self: Turns, sample: Sample, start: int, end: int) -> list[Call]:
+    def calls(self: Turns, turn: Any, start: int, end: int) -> list[Call]:
+        sample = turn.sample
         sample.completion.messages.append({"role": "assistant", "content": ""})
         return [Call("get", {"key": "a"})] if engine._left[sample.id] else []
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.settings import RemembersInit, UsageError
-from lit_rlsched.text import as_text, printable
+from lit_rlsched.text import printable
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 
 class CompletionWriter(RemembersInit, BasePredictionWriter):
@@ -26,9 +26,8 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
     JSON lines in `NAME.tmp`.
 
     A value that JSON does not know, such as a date, is text. A Parquet file has a column for each
-    that any row has. If its values have no common type (text and numbers, integers of more than 64
-    bits, texts beside chats, dicts with other keys), the column is text: strings as they are, other
-    values as JSON.
+    that any row has. If the values of a column have no common type (text and numbers, texts beside
+    chats), the rows stay JSON lines, in `NAME.jsonl`.
 
     See `docs/howto/validate_and_predict.md`.
 
@@ -86,11 +85,9 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
                 import pyarrow.parquet as pq
 
                 with unfinished.open(encoding="ascii") as file:
-                    rows: list[dict[str, Any]] = [json.loads(line) for line in file]
-                for row in rows:
-                    row["completion"] = as_text(row["completion"])
+                    rows: list[dict[str, Any]] = [printable(json.loads(line)) for line in file]
                 names = dict.fromkeys(name for row in rows for name in row)
-                columns = {printable(n): _column([row.get(n) for row in rows]) for n in names}
+                columns = {name: [row.get(name) for row in rows] for name in names}
                 pq.write_table(pa.table(columns), part)
             except Exception as error:  # what was computed is not lost
                 with suppress(OSError):
@@ -115,30 +112,4 @@ def _line(row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(row, default=str)
     except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
-        return json.dumps({str(name): json.loads(_as_json(value)) for name, value in row.items()})
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, default=str)
-    except (TypeError, ValueError, RecursionError):
-        return json.dumps(str(value))
-
-
-def _column(values: Sequence[Any]) -> "pa.Array":
-    """Return values as Arrow; as text and JSON if a type would change one of them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    kinds = {type(value) for value in values if value is not None}
-    if len(kinds) < 2 or kinds == {int, float}:
-        with suppress(Exception):  # of several kinds: too wide, types that differ inside
-            array = pa.array(values)
-            if kinds <= {str, bool, int, float}:
-                return array
-            file = pa.BufferOutputStream()
-            pq.write_table(pa.table({"": array}), file)  # what is nested deeply is not read again
-            if pq.read_table(pa.BufferReader(file.getvalue()))[""].to_pylist() == [*values]:
-                return array
-    texts = [v if v is None or isinstance(v, str) else json.dumps(v) for v in values]
-    return pa.array(printable(texts), pa.string())
+        return json.dumps({str(name): str(value) for name, value in row.items()})

@@ -89,10 +89,6 @@ class DownSampling(RolloutCallback):
         self._guarded = False
         self._selection: Selection | None = None
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        return f"{self.keep} completions of each prompt are trained on, chosen by {self.rule}"
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the selection."""
         self._selection = schedule.selection = Selection(
@@ -158,13 +154,6 @@ class DynamicSampling(RolloutCallback):
 
     def __init__(self, max_num_gen_batches: int = 4) -> None:
         self.max_num_gen_batches = max_num_gen_batches
-
-    def describe(self) -> str:
-        """Return the settings in words."""
-        return (
-            "prompts whose completions all have the same reward are replaced; a round draws at "
-            f"most {self.max_num_gen_batches} times its prompts"
-        )
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the bound."""

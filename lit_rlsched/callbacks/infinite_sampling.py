@@ -7,7 +7,7 @@ from lit_rlsched.scheduling.admission import Order, Refill, SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
-from lit_rlsched.text import format_bytes, parse_bytes
+from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.schedule import RunFacts, Schedule
 
 
@@ -66,16 +66,6 @@ class MicroGroupSampling(RolloutCallback):
         budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
         self.settings = SlotSettings(slots, budget, refill, order)
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        most = f"at most {self.settings.slots} completions decode at once"
-        if self.settings.memory_budget is not None:
-            budget = format_bytes(self.settings.memory_budget)
-            most = f"as many completions decode at once as fit into a cache of {budget}"
-        if self.settings.order is not None:
-            most += f", in the order `{self.settings.order}`"
-        return most + ("; all start together" if self.settings.refill == "rounds" else "")
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set how many completions decode at once."""
         schedule.slots = self.settings
@@ -124,10 +114,6 @@ class LengthPrediction(RolloutCallback):
         self.predictor = CalibratedPredictor(TokenConditioned() if predictor is None else predictor)
         self.probe_tokens = probe_tokens
         self._trains = True
-
-    def describe(self) -> str:
-        """Return the predictor's name in words."""
-        return f"{type(self.predictor.predictor).__name__} predicts how long a completion will be"
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the predictor."""

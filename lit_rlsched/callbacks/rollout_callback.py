@@ -39,10 +39,6 @@ class RolloutCallback(RemembersInit, Callback):
         if self.sets is not None:
             run_of(trainer, self)
 
-    def describe(self) -> str:
-        """Return what the callback changes, in a few words; the CLI prints them before a run."""
-        return ""
-
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
     ) -> None:

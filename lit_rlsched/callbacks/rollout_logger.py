@@ -4,14 +4,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
@@ -26,8 +24,6 @@ from lit_rlsched.types import Completion, Group, Sample
 
 REPORT_SHARE = 0.02
 """Most of the run's time that is spent on the report, before its end."""
-SHOWN_TEXT = 1000
-"""Most characters of a cell in TensorBoard."""
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
@@ -36,15 +32,6 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]
     chats = ("prompt", "completion")
     readable = [{**row, **{c: as_text(row[c] or "") for c in chats if c in row}} for row in rows]
     return columns, [[row.get(column) for column in columns] for row in readable]
-
-
-def _markdown_cell(value: Any) -> str:
-    """Return a value as text in which nothing is Markdown or HTML."""
-    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-    if len(text) > SHOWN_TEXT:
-        text = f"{text[:SHOWN_TEXT]} … ({len(text):,} characters)"
-    plain = (c if c.isalnum() or c in " -" else f"&#{ord(c)};" for c in text)
-    return "".join(plain).replace("&#10;", "<br>")
 
 
 def _row(
@@ -72,16 +59,13 @@ def drop_rows(path: Path, number: int) -> None:
     """Delete rows of round `number` and later, and unreadable lines with a warning."""
     kept: list[bytes] = []
     unreadable: list[int] = []
-    if number > 1 and path.exists():
-        with path.open("rb") as file:
-            for index, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break  # the last line was cut by a kill
-                try:
-                    if read_row(line)[0] < number:
-                        kept.append(line)
-                except ValueError:
-                    unreadable.append(index)
+    lines = path.read_bytes().splitlines(keepends=True) if number > 1 and path.exists() else []
+    for index, line in enumerate(lines, start=1):
+        try:
+            if line.endswith(b"\n") and read_row(line)[0] < number:  # else a kill has cut it
+                kept.append(line)
+        except ValueError:
+            unreadable.append(index)
     if unreadable:
         rank_zero_warn(
             f"`{path}`: {len(unreadable)} of {len(kept) + len(unreadable)} lines are unreadable "
@@ -98,8 +82,8 @@ class RolloutLogger(RolloutCallback):
     The run's folder (`default_root_dir`, or without one a new folder `runs/version_N`) gets
     `report.html`, a page with charts, timelines and completions that needs no network, and
     `completions.jsonl`, with TRL's columns. The folder is locked during the run, and a run that is
-    not resumed replaces these files. `WandbLogger` and `TensorBoardLogger` get a table of
-    completions and a histogram of their lengths, and `WandbLogger` the report at the end.
+    not resumed replaces these files. `WandbLogger` gets a table of completions, a histogram of
+    their lengths, and the report at the end.
 
     See `docs/howto/wandb.md`.
 
@@ -164,7 +148,8 @@ class RolloutLogger(RolloutCallback):
             self._rows = [_row(round, group, completion, names) for group, completion in pairs]
             with (folder / "completions.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
-        _log_lengths(trainer, round)
+        lengths = [completion.drawn for completion in round.completions]
+        _to_wandb(trainer, "completions/lengths", lambda wandb: wandb.Histogram(lengths))
         if self._traces is not None:
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             with self._tracing():
@@ -187,20 +172,13 @@ class RolloutLogger(RolloutCallback):
         self._begun, self._traces = False, None
 
     def _publish_rows(self, trainer: Trainer) -> None:
-        """Send the newest rows to W&B and TensorBoard, unless they have them."""
-        rows, self._rows = self._rows, []
-        columns, data = _cells(rows)
-        for logger in trainer.loggers if rows else ():
-            if isinstance(logger, WandbLogger):
-                import wandb
-
-                # a reward function may log a number for one completion and text for another
-                table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
-                logger.log_metrics({"completions": table}, step=trainer.global_step)
-            elif isinstance(logger, TensorBoardLogger):
-                lines = [columns, ["---"] * len(columns), *data]
-                text = "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines)
-                logger.experiment.add_text("completions", text, trainer.global_step)
+        """Send the newest rows to W&B, unless it has them."""
+        columns, data = _cells(self._rows)
+        if self._rows:
+            # a reward function may log a number for one completion and text for another
+            mixed = {"columns": columns, "data": data, "allow_mixed_types": True}
+            _to_wandb(trainer, "completions", lambda wandb: wandb.Table(**mixed))
+        self._rows = []
 
     def _report(self, trainer: Trainer, going_on: bool) -> None:
         """Write the page about the run; at the end W&B gets it too."""
@@ -216,11 +194,8 @@ class RolloutLogger(RolloutCallback):
             data = run_data(path.parent, run.facts if ended else None, run.record)
             write_report(path, [data], going_on)
             if not going_on:
-                for logger in wandb_loggers(trainer):
-                    import wandb
-
-                    page: Any = wandb.Html(path.read_text(encoding="utf-8"), inject=False)
-                    logger.log_metrics({"report": page}, step=trainer.global_step)
+                text = path.read_text(encoding="utf-8")
+                _to_wandb(trainer, "report", lambda wandb: wandb.Html(text, inject=False))
         except Exception as error:  # a page is no reason to end a run
             rank_zero_warn(f"`{path}` was not written: {type(error).__name__}: {error}")
             return
@@ -262,16 +237,12 @@ class RolloutLogger(RolloutCallback):
         return f"{name_of(folder)}: {result} ({took}); report and metrics in {folder}"
 
 
-def _log_lengths(trainer: Trainer, round: Round) -> None:
-    """Send a histogram of the round's lengths to the loggers that have such charts."""
-    lengths, name = [c.drawn for c in round.completions], "completions/lengths"
-    for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):
-            import wandb
+def _to_wandb(trainer: Trainer, name: str, make: Callable[[Any], Any]) -> None:
+    """Send what `make` makes of the package `wandb` to each run there."""
+    for logger in wandb_loggers(trainer):
+        import wandb
 
-            logger.log_metrics({name: wandb.Histogram(lengths)}, step=trainer.global_step)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_histogram(name, np.array(lengths), trainer.global_step)
+        logger.log_metrics({name: make(wandb)}, step=trainer.global_step)
 
 
 def _writes(trainer: Trainer) -> bool:

@@ -58,9 +58,9 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         self._figures: dict[str, float] = {}
         self._round: Round | None = None
         self._accuracy: float | None = None  # held out, if it was measured since the last line
-        self._ends: deque[tuple[int, int, float]] = deque(maxlen=RECENT + 1)  # round, step, moment
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # rounds or steps, moment
         self._rollout_ended = self._update_ended = self._shown = 0.0
-        self._printed = self._evaluated = -math.inf
+        self._printed = -math.inf
 
     @property
     def is_disabled(self) -> bool:
@@ -80,39 +80,23 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         """Print a line now and then, if no bars are drawn."""
         now, fn = time.monotonic(), trainer.state.fn
         if not done:
-            self._evaluated = now
+            self._shown = now
         begins = not done and fn != "fit"  # which has said more
-        if begins or (now - self._evaluated >= SECONDS_PER_ROLLOUT_LINE and done < total):
-            self._evaluated = now
-            what = fn if fn in ("test", "predict") else "validation"
+        if begins or (now - self._shown >= SECONDS_PER_ROLLOUT_LINE and done < total):
+            self._shown = now
+            what = fn.value if fn in ("test", "predict") else "validation"
             self._print(f"  {what}: {done:,} of {total:,} completions")
-
-    def init_train_tqdm(self) -> Tqdm:
-        """Make the bar of the run."""
-        return self._bar(0, desc=self.train_description, leave=True, smoothing=0)
-
-    def _bar(self, place: int, **settings: Any) -> Tqdm:
-        return Tqdm(
-            position=2 * self.process_position + place,
-            disable=self.is_disabled,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            bar_format=self.BAR_FORMAT,
-            **settings,
-        )
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Draw one bar for the whole run."""
         super().on_train_start()
-        bar, total = self.train_progress_bar, trainer.max_epochs
-        bar.unit, done = "round", trainer.current_epoch
-        if trainer.max_steps != -1:
-            bar.unit, done, total = "step", trainer.global_step, trainer.max_steps
+        bar, (done, total) = self.train_progress_bar, _reached(trainer, trainer.current_epoch)
+        bar.unit = "round" if trainer.max_steps == -1 else "step"
         bar.set_description(f"{bar.unit.capitalize()}s")
         bar.reset(None if total == -1 else total)
         bar.initial = bar.n = done
         self._ends.clear()
-        self._ends.append((trainer.current_epoch, trainer.global_step, time.monotonic()))
+        self._ends.append((done, time.monotonic()))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Keep Lightning from resetting the bar for each epoch."""
@@ -126,8 +110,9 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         """Count the round, and say how it went."""
         rounds, now = trainer.current_epoch + 1, time.monotonic()
         self._advance(trainer, pl_module, rounds)
-        self._ends.append((rounds, trainer.global_step, now))
-        last = rounds == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        done, total = _reached(trainer, rounds)
+        self._ends.append((done, now))
+        last = rounds == trainer.max_epochs or done == total
         validated = self._accuracy is not None
         if not (last or validated or now - self._printed >= SECONDS_PER_LINE):
             return
@@ -149,22 +134,12 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
             for name, value in self.get_metrics(trainer, pl_module).items()
             if name not in self._figures
         ]
-        if (left := self._seconds_left(trainer)) is not None:
-            parts.append(f"{duration(left)} left")
+        before, began = self._ends[0]
+        if before < done < total:
+            parts.append(f"{duration((now - began) * (total - done) / (done - before))} left")
         of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
         self._print(f"round {rounds}{of}: {', '.join(parts)}")
         self._printed, self._round, self._accuracy = now, None, None
-
-    def _seconds_left(self, trainer: Trainer) -> float | None:
-        """Return how long the run takes at the pace of the last rounds; `None` without an end."""
-        limits, before, now = (trainer.max_epochs, trainer.max_steps), self._ends[0], self._ends[-1]
-        left = [
-            (limit - at) / (at - began)
-            for limit, at, began in zip(limits, now, before, strict=False)
-            if limit is not None and limit > 0 and at > began
-        ]
-        seconds = min(left, default=0.0) * (now[2] - before[2])
-        return seconds if seconds > 0 else None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the held-out accuracy."""
@@ -184,8 +159,7 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         return {name: value for name, value in metrics.items() if name != "v_num"}
 
     def _advance(self, trainer: Trainer, pl_module: LightningModule, rounds: int) -> None:
-        bar = self.train_progress_bar
-        done = rounds if bar.unit == "round" else trainer.global_step
+        bar, (done, _) = self.train_progress_bar, _reached(trainer, rounds)
         if not bar.disable and self._should_update(done, bar.total):
             bar.n = done
             bar.set_postfix(self.get_metrics(trainer, pl_module))
@@ -193,8 +167,17 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
     def on_round_start(self, trainer: Trainer, pl_module: Any, plan: list[Group]) -> None:
         """Draw a bar for the completions of the round."""
         self._plan, self._scored, self._shown = plan, 0, time.monotonic()
-        about = {"desc": "  rollout", "unit": "completion", "leave": False}
-        self._rollout_bar = self._bar(1, total=_unscored(plan), **about)
+        self._rollout_bar = Tqdm(
+            total=_unscored(plan),
+            desc="  rollout",
+            unit="completion",
+            leave=False,
+            position=2 * self.process_position + 1,
+            disable=self.is_disabled,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format=self.BAR_FORMAT,
+        )
 
     def on_completion_end(self, trainer: Any, pl_module: Any, completion: Completion) -> None:
         """Show how far the rollout is, if it was not shown just now."""
@@ -242,6 +225,13 @@ def replace_default_bar(trainer: Trainer) -> None:
         lightnings = kind in (TQDMProgressBar, RichProgressBar)
         if lightnings and callback.refresh_rate == kind().refresh_rate:  # nobody has chosen it
             callbacks[index] = RolloutProgressBar()
+
+
+def _reached(trainer: Trainer, rounds: int) -> tuple[int, int]:
+    """Return rounds, or steps where they end the run, and how many there are; -1: no end."""
+    if trainer.max_steps != -1:
+        return trainer.global_step, trainer.max_steps
+    return rounds, trainer.max_epochs or -1
 
 
 def _unscored(plan: list[Group]) -> int:

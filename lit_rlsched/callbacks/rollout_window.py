@@ -25,8 +25,8 @@ class RolloutWindow(RolloutCallback):
     No token that is trained on is stale, and the engine need not decode beside the update.
 
     Bias: none with `overtake=0`, up to the difference between engine and trainer: the order of the
-    data decides what is in an update. With more, a round takes the prompts that are ready first, so
-    updates see short completions earlier than long ones
+    data decides what is in an update. With more, a round takes the oldest prompts that are ready,
+    so updates see short completions earlier than long ones
     (`rollout/trained_over_drawn_length`). Every prompt that was begun is trained on.
 
     See `docs/explanation/rollout_window.md`.
@@ -55,13 +55,6 @@ class RolloutWindow(RolloutCallback):
 
     def __init__(self, prompts_in_flight: int | None = None, overtake: float = 0) -> None:
         self.prompts_in_flight, self.overtake = prompts_in_flight, overtake
-
-    def describe(self) -> str:
-        """Return the settings in words."""
-        order = "in the order of the data"
-        if self.overtake:
-            order = f"the first that are ready; up to {self.overtake:g} rounds overtake a prompt"
-        return f"free slots begin later prompts, which are verified; a round trains {order}"
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the rule."""
@@ -128,14 +121,6 @@ class AsyncRollout(RolloutCallback):
         self.too_old = too_old
         self._trainer: Trainer | None = None
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        most = self.max_staleness
-        return (
-            "the next round is drawn during the update; tokens are at most "
-            f"{most} round{'s' * (most > 1)} old"
-        )
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the rule, and that rounds are drawn beside the update."""
         if not facts.trains:
@@ -160,7 +145,6 @@ class AsyncRollout(RolloutCallback):
             sys.maxsize if verifies else most_overtakes(most, size, prompts),
             max_staleness=most * steps,
             verifies_from=(most - 1) * steps + 1 if verifies else None,
-            oldest_first=True,
             fewer=fewer,
         )
         schedule.ahead = True

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
 from lit_rlsched.run.checks import check_parallelism
@@ -73,13 +72,6 @@ class TailBatching(RolloutCallback):
         self.completion_ratio = completion_ratio
         self.per_domain = per_domain
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        return (
-            f"a round begins {self.prompt_ratio:g} times its prompts and ends when enough of them "
-            "are ready; the others run in a long round later"
-        )
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the rule."""
         schedule.rule = TailRound(
@@ -133,10 +125,6 @@ class ParallelismPlanner(RolloutCallback):
         self._resumed: dict[str, Any] | None = None
         self._engine: Any = None
 
-    def describe(self) -> str:
-        """Return what the callback does in words."""
-        return "the model is split over more devices when the key-value cache runs short"
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Remember the engine's own size."""
         self._trains, self._engine = facts.trains, facts.settings.engine
@@ -160,11 +148,10 @@ class ParallelismPlanner(RolloutCallback):
         session = run.session
         assert self.planner is not None and session is not None
         self._kind = "long" if run.schedule.rule.is_long(plan) else "short"
-        working, self._restart_seconds = session.engine.tensor_parallel_size, 0.0
-        if self.planner.size(self._kind) != working:
+        size, self._restart_seconds = self.planner.size(self._kind), 0.0
+        if size != session.engine.tensor_parallel_size:
             started = time.perf_counter()
-            if told := self.planner.restart(self._kind, working, session.restart):
-                rank_zero_warn(told)
+            session.restart(size)
             self._restart_seconds = time.perf_counter() - started
             self._restarts += 1
 
@@ -241,14 +228,6 @@ class AdaptiveTimeouts(RolloutCallback):
             )
         self.timeouts = AdaptiveTimeout(scale, minimum, maximum)
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        at = self.timeouts
-        return (
-            f"a reward call may take {at.scale:g} times as long as those of correct completions of "
-            f"its prompt ({at.minimum:g} to {at.maximum:g} s)"
-        )
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the time-outs."""
         schedule.timeouts = self.timeouts
@@ -256,11 +235,7 @@ class AdaptiveTimeouts(RolloutCallback):
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log the time-outs of the round's prompts."""
         limits = [self.timeouts.of(group.prompt.uid) for group in round.groups]
-        anchored = [self.timeouts.anchored(group.prompt.uid) for group in round.groups]
-        round.metrics |= {
-            "reward_timeout/mean": sum(limits) / len(limits),
-            "reward_timeout/anchored": sum(anchored) / len(anchored),
-        }
+        round.metrics["reward_timeout/mean"] = sum(limits) / len(limits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchors."""
@@ -305,10 +280,6 @@ class StreamedTraining(RolloutCallback):
 
     def __init__(self, start: float = 0.2) -> None:
         self.start = start
-
-    def describe(self) -> str:
-        """Return what the callback does in words."""
-        return "gradients are computed while other completions decode"
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set when gradients are computed."""

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.run.interrupts import is_requeued, settle_progress
-from lit_rlsched.run.saving.checkpoints import remove_checkpoint
 from lit_rlsched.run.saving.run_folder import folder_of
 from lit_rlsched.settings import RemembersInit
 
@@ -117,7 +116,7 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
 
         others = sorted(newest.parent.glob("round_*.ckpt"), key=age)[:-1]
         for path in others[: len(others) - (self.keep - 1)]:
-            remove_checkpoint(path)
+            path.unlink(missing_ok=True)
 
 
 class RNGState(Callback):

@@ -66,14 +66,6 @@ class SortedBatching(RolloutCallback):
         self.max_staleness, self.oversubscribe = max_staleness, oversubscribe
         self.mask_stale_tokens = mask_stale_tokens
 
-    def describe(self) -> str:
-        """Return the settings in words."""
-        others = {"on_policy": "are drawn again", "partial": "go on"}[self.mode]
-        return (
-            f"{self.pool_rounds} rounds' prompts are loaded, and trained on as soon as an "
-            f"update's worth of them is ready; the others {others} under the new weights"
-        )
-
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the rule, and what becomes of stale tokens."""
         whole = facts.learner.needs_group or "DownSampling" in facts.callbacks

@@ -16,10 +16,9 @@ from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroup
 from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
 from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
-from lit_rlsched.run.facts import EngineFacts
 from lit_rlsched.run.saving.traces import FACTS, described
-from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
+from lit_rlsched.run.switches import EngineFacts, make_schedule
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs, calibrated
 from lit_rlsched.simulation.peers import PEERS
@@ -72,18 +71,17 @@ class Candidate:
         """
         if not self.options:
             return "# no callback is needed\n"
-        options = self.options
+        options = dict(self.options)
         if slots is not None:
-            more = dict(options).get(MicroGroupSampling, {})
-            others = [option for option in options if option[0] is not MicroGroupSampling]
-            options = ((MicroGroupSampling, {"slots": slots, **more}), *others)
+            more = options.pop(MicroGroupSampling, {})
+            options = {MicroGroupSampling: {"slots": slots, **more}, **options}
         config: dict[str, Any] = {}
         if self.schedule.beside_update and engine is not None:
             inner = {"class_path": "ProcessEngine", "init_args": {"engine": engine}}
             config["data"] = {"engine": inner}
         given = [
             {"class_path": of.__name__, **({"init_args": arguments} if arguments else {})}
-            for of, arguments in options
+            for of, arguments in options.items()
         ]
         config["trainer"] = {"callbacks+": given}
         return yaml.safe_dump(config, sort_keys=False)
@@ -192,12 +190,12 @@ class Setting:
         ]
 
 
-def setting_of(traces: Traces, rounds: int, slowdown: float | None = None) -> Setting | None:
+def setting_of(traces: Traces, rounds: int) -> Setting | None:
     """Return lengths and costs of a run's newest rounds; `None` if its clock is virtual."""
     about = about_of(traces)
     if not traces.table("steps").num_rows or "slots" not in about:
         return None
-    machine, newest = Machine(about["slots"], about["engines"], slowdown), Newest(traces, rounds)
+    machine, newest = Machine(about["slots"], about["engines"]), traces.newest(rounds)
     work = Workload.of_run(newest).shuffled(0)
     return Setting(about, work, calibrated(newest), machine, rounds)
 
@@ -221,31 +219,28 @@ def beside(facts: RunFacts) -> RunFacts:
 
 
 def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
-    """Return the simulation of the run's own callbacks, if it is among these."""
-    last = traces.rows("rounds")[-1]
-    own = _without_slots([json.loads(each) for each in last.get("switches") or ()])
-    for row in rows:
-        if row.of is not None:
-            made = _without_slots([described(each) for each in row.of.callbacks()])
-            if len(made) == len(own) and all(of in own for of in made):
-                return row
-    return None
+    """Return the simulation of the run's own callbacks, if it is among these.
 
-
-def _without_slots(callbacks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out the number of slots, and callbacks that every schedule of the run has."""
+    The number of slots does not count, nor do callbacks that every schedule of the run has.
+    """
     plain = {"memory_budget": None, "refill": "continuous", "order": None}
-    found = []
-    for of in callbacks:
-        arguments = of["init_args"]
-        if of["class_path"] not in ALTERNATIVES:
-            continue
-        if of["class_path"] == MicroGroupSampling.__name__:
-            arguments = {name: value for name, value in arguments.items() if name != "slots"}
-            if arguments == plain:
-                continue
-        found.append({**of, "init_args": arguments})
-    return found
+
+    def compared(callbacks: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        found = []
+        for of in callbacks:
+            name, arguments = of["class_path"], dict(of["init_args"])
+            if name == MicroGroupSampling.__name__:
+                arguments.pop("slots", None)
+            if name in ALTERNATIVES and (name, arguments) != (MicroGroupSampling.__name__, plain):
+                found.append((name, arguments))
+        return sorted(found, key=str)
+
+    last = traces.rows("rounds")[-1]
+    own = compared([json.loads(each) for each in last.get("switches") or ()])
+    for row in rows:
+        if row.of is not None and compared([*map(described, row.of.callbacks())]) == own:
+            return row
+    return None
 
 
 def missing(about: Mapping[str, Any]) -> list[str]:
@@ -262,7 +257,7 @@ def missing(about: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def measured(traces: Tables) -> float | None:
+def measured(traces: Traces) -> float | None:
     """Return the median seconds from a round to the next; `None` with less than two rounds."""
     clocks = [row["clock"] for row in traces.rows("rounds")]
     took = [after - before for before, after in pairwise(clocks)]

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
-from lit_rlsched.cli.quick import Refusal, UniqueKeys, whole_number
+from lit_rlsched.cli.quick import Refusal, UniqueKeys
 from lit_rlsched.settings import UsageError, constructor_arguments, did_you_mean
 
 
@@ -149,9 +149,11 @@ def plain(message: str, parser: argparse.ArgumentParser) -> str:
     text = message.partition("Errors:\n")[2].strip() or message
     first = re.split(r"\n\s*- |\n\s*Given value|\. Got value: Namespace", text)[0]
     *_, words = re.split(r'Parser key "[\w.]+":', first)
-    said = " ".join(words.removeprefix("- ").split())
-    value = re.search(r"Given value: ([^\n]*)", message)
-    given = f"={value[1]}" if value else ""
+    words = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", words.removeprefix("- "))
+    said, _, value = " ".join(words.split()).partition(". Got value: ")
+    if not value and (match := re.search(r"Given value: ([^\n]*)", message)):
+        value = match[1]
+    given = f"={value}" if value else ""
     return f"`{key}{given}`: {said}" if key else said
 
 
@@ -173,22 +175,6 @@ def _no_import(match: re.Match[str], key: str) -> str:
     return f"`{key}={match['path']}`: {match['why']}.{near}"
 
 
-def _other_type(match: re.Match[str], key: str) -> str:
-    types = re.findall(r"Expected a ([^\n]+?)(?:\. Got value|$)", match["types"], re.MULTILINE)
-    said: dict[str, None] = {}
-    for name in types:
-        name = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", name)
-        if name.startswith("typing.Literal["):
-            said |= dict.fromkeys(
-                name.removeprefix("typing.Literal[").removesuffix("]").split(", ")
-            )
-        else:
-            said[_TYPES.get(name, name)] = None
-    value = match["value"]
-    whole = whole_number(value) if _TYPES["int"] in said else ""
-    return f"`{key}={value}`: must be {' or '.join(said)}.{whole}"
-
-
 def _missing(match: re.Match[str], key: str) -> str:
     names = match["names"].split(", ")
     # arguments of a class, or settings of a subcommand
@@ -199,16 +185,6 @@ def _missing(match: re.Match[str], key: str) -> str:
 
 _CLASS = r"class_path ?=?'(?P<path>[\w.]+)'"
 _WHY = r"(?P<why>(?:module '[\w.]+' has no|No module named)[^\n]*?)"
-_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a string",
-    "list": "a list",
-    "dict": "a mapping",
-    "NoneType": "null",
-}
-_EXPECTED = r"Expected a [^\n]+"
 _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str], str]], ...] = (
     (rf"{_CLASS}:\s+Option '(?P<name>\w+)' is not accepted", _no_argument),
     (rf"Option '(?P<name>\w+)' is not accepted.*?{_CLASS}", _no_argument),
@@ -217,22 +193,6 @@ _WORDINGS: tuple[tuple[str, Callable[[re.Match[str], str], str]], ...] = (
     (
         r"subclass of (?P<parent>\w+).*Given value: (?P<path>[^\n]*)",
         lambda match, key: f"`{key}={match['path']}`: must be a subclass of `{match['parent']}`.",
-    ),
-    (
-        rf"(?P<types>{_EXPECTED}?)\. Got value: (?P<value>[^\n]*?)(?:\. Got value: |\n|$)",
-        _other_type,
-    ),
-    (
-        rf"Errors:\s+(?P<types>(?:- {_EXPECTED}\s+)+)Given value type: [^\n]*\s+"
-        r"Given value: (?P<value>[^\n]*)",
-        _other_type,
-    ),
-    (
-        r"Unexpected config: *(?P<text>[^\n]*)",
-        lambda match, _: (
-            "A configuration holds settings by name, such as `data:`, and this is "
-            + (f"`{match['text']}`." if match["text"] else "an empty one.")
-        ),
     ),
     (r"arguments are required: (?P<names>[^\n]+)", _missing),
 )

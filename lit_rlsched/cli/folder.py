@@ -68,7 +68,10 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
     names of the configuration files; None with `trainer.fast_dev_run`, which writes nothing.
     """
     if config.ckpt_path == "best":
-        _refuse_best(config)
+        raise UsageError(
+            "`--ckpt_path=best`: only the process that trains knows which checkpoint is the best. "
+            "Give the file of a checkpoint, or `last`."
+        )
     if config.trainer.fast_dev_run:
         return None
     leads = not getattr(rank_zero_only, "rank", 0)  # of torchrun, SLURM or Lightning
@@ -106,7 +109,8 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
     """Let each `ModelCheckpoint` without a `dirpath` write to the run's folder."""
     for callback in callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(folder / "checkpoints")
+            # a resumed `ModelCheckpoint` knows its best model if this is the same
+            callback.dirpath = os.path.realpath(folder / "checkpoints")
 
 
 def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
@@ -118,18 +122,6 @@ def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
         for options, run_id in zip(wandb, saved_ids(config.ckpt_path), strict=False):
             if options.get("id") is None and options.get("version") is None:
                 options["id"] = run_id
-
-
-def _refuse_best(config: Namespace) -> None:
-    folders = [*_checkpoint_folders(config)]
-    if config.trainer.default_root_dir is not None:
-        folders.append(Path(config.trainer.default_root_dir) / "checkpoints")
-    files = sorted({str(f) for folder in folders for f in folder.glob("*.ckpt")})
-    found = f"These exist: {', '.join(files)}" if files else "No callback has saved one yet"
-    raise UsageError(
-        "`--ckpt_path=best`: only the process that trains knows which checkpoint is the best. Give "
-        f"the file of a checkpoint, or `last`. {found}."
-    )
 
 
 def _fit(config: Namespace, root: Path) -> Path:

@@ -42,7 +42,7 @@ from lit_rlsched.cli.errors import (
 )
 from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
-from lit_rlsched.cli.simulate import calibrate, facts_of, simulate
+from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.cli.summary import RunSummary, next_commands, resume_command
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines.devices import refuse_missing_gpus, refuse_unseen_gpu
@@ -293,7 +293,6 @@ _OWN: dict[str, dict[str, dict[str, Any]]] = {
             "base.",
         }
     },
-    "calibrate": {"run": {"help": "Folder of the run (`runs/quickstart/version_0`)."}},
     "report": {"runs": {"nargs": "+", "help": "Folders of runs (`runs/quickstart/version_0`)."}},
 }
 """Arguments that are not made from the function's signature."""
@@ -308,36 +307,28 @@ def _convert(file: str, **settings: Any) -> str:
     return f"The model of `{file}` is in `{convert(file, **settings)}`."
 
 
-def _report(runs: Sequence[str], out: str | None = None, perfetto: str | None = None) -> str:
+def _report(runs: Sequence[str], out: str | None = None) -> str:
     """Write the report of one or more runs: a page that needs no network.
 
     Args:
         runs: Folders of the runs.
         out: File of the page. By default `report.html` in the folder of the only run, or here.
-        perfetto: File for the timelines as a trace for https://ui.perfetto.dev: .json or .json.gz.
     """
     from lit_rlsched.callbacks.report.collect import run_data
-    from lit_rlsched.callbacks.report.page import FILE, write_report, write_trace
+    from lit_rlsched.callbacks.report.page import FILE, write_report
 
     if out is not None and Path(out).suffix != ".html":
         raise UsageError(f"`--out {out}`: use a name in .html.")
-    if perfetto is not None and not perfetto.endswith((".json", ".json.gz")):
-        raise UsageError(f"`--perfetto {perfetto}`: use a name in .json or .json.gz.")
     data = [run_data(run, facts_of(about_of(Traces(run))), share=1 / len(runs)) for run in runs]
     folder = Path(data[0]["folder"]) if len(runs) == 1 else Path()
     page = folder / FILE if out is None else Path(out)
     write_report(page, data)
-    said = f"The report is `{page}`: open it in a browser."
-    if perfetto is None:
-        return said
-    trace = write_trace(perfetto, data)
-    return f"{said}\nThe trace is `{trace}`: open it at https://ui.perfetto.dev."
+    return f"The report is `{page}`: open it in a browser."
 
 
 COMMANDS: dict[str, tuple[Callable[..., object], Callable[..., str]]] = {
     "export": (export, _export),
     "convert": (convert, _convert),
-    "calibrate": (calibrate, calibrate),
     "simulate": (simulate, simulate),
     "report": (_report, _report),
 }

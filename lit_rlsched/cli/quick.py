@@ -183,8 +183,8 @@ class Check:
             names = [f"`{name}`" for name in kinds[0]["properties"] if name[0] != "$"]
             yield f"`{path}={value}`: must hold settings by name, such as {', '.join(names[:3])}."
             return
-        if isinstance(value, list):
-            for entry in value if items else ():
+        if isinstance(value, list) and items:
+            for entry in value:
                 yield from self._wrong(entry, items[0], path)
             return
         kinds += [kind for item in items for kind in alternatives(item)]
@@ -200,7 +200,7 @@ class Check:
             mappings = [k for k in kinds if not k or k.get("type") == "object" or "properties" in k]
             for kind in mappings if all("properties" in kind for kind in mappings) else ():
                 yield from self._entries(value, kind["properties"], path, "")
-        elif isinstance(value, str) and not fits(value, kinds):
+        elif not fits(value, kinds):
             choices = [str(choice) for kind in kinds for choice in kind.get("enum", ())]
             yield bad_value(path, value, choices, [name for k in kinds for name in types(k)])
 
@@ -256,40 +256,37 @@ def types(kind: Node) -> list[str]:
     return [names] if isinstance(names, str) else names
 
 
-def fits(text: str, kinds: list[Node]) -> bool:
-    """Whether a text may be such a value; True if only the parser can tell."""
+def fits(value: Any, kinds: list[Node]) -> bool:
+    """Whether something given may be such a value; True if only the parser can tell."""
     named = {name for kind in kinds for name in types(kind)}
-    if named - _WORDS.keys() or any("enum" not in k and not types(k) for k in kinds) or "$" in text:
+    unclear = named - _WORDS.keys() or any("enum" not in k and not types(k) for k in kinds)
+    if unclear or value is None or "$" in str(value):
         return True
-    if any(text == str(choice) for kind in kinds for choice in kind.get("enum", ())):
+    if any(str(value) == str(choice) for kind in kinds for choice in kind.get("enum", ())):
         return True
-    try:
-        (float if "number" in named else int)(text)  # also 1e-6, which YAML reads as text
-        return bool(named & {"integer", "number"})
-    except ValueError:
-        pass
-    try:
-        return not isinstance(yaml.safe_load(text), str)
-    except yaml.YAMLError:
-        return True
+    if isinstance(value, str):
+        try:
+            value = (float if "number" in named else int)(value)  # also 1e-6, a text in YAML
+        except ValueError:
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
+    if value is None or isinstance(value, bool):
+        return value is None or "boolean" in named
+    return ("number" in named and isinstance(value, int | float)) or (
+        "integer" in named and isinstance(value, int)
+    )
 
 
-def bad_value(key: str, given: str, choices: list[str], names: list[str]) -> str:
+def bad_value(key: str, given: Any, choices: list[str], names: list[str]) -> str:
     """Return a sentence about a value that is not one of the choices and has none of the types."""
     if choices:
         use = f"use {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        return f"`{key}={given}`: {use}.{did_you_mean(given, choices)}"
+        return f"`{key}={given}`: {use}.{did_you_mean(str(given), choices)}"
     said = f"`{key}={given}`: must be {' or '.join(_WORDS.get(n, n) for n in names)}."
-    return f"{said}{whole_number(given)}" if "integer" in names else said
-
-
-def whole_number(given: str) -> str:
-    """Return how to write a number such as `1e3` as a whole one; empty if it is none."""
-    try:
-        number = float(given)
-        return f" Write `{int(number)}`." if number == int(number) else ""
-    except (ValueError, OverflowError):
-        return ""
+    with suppress(ValueError, OverflowError):  # `1e3` is a text in YAML
+        if "integer" in names and (number := float(str(given))) == int(number):
+            return f"{said} Write `{int(number)}`."
+    return said
 
 
 def _meant(key: str, known: Iterable[str], dashes: str = "") -> str:

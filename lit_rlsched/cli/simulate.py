@@ -1,4 +1,4 @@
-"""The subcommands `calibrate` and `simulate`: what steps cost, and what schedules would buy."""
+"""The subcommand `simulate`: what schedules would buy."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,12 @@ from lit_rlsched.callbacks.what_if import (
 from lit_rlsched.datamodule import RolloutDataModule
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.module import GRPOModule
-from lit_rlsched.run.facts import facts_from
 from lit_rlsched.run.saving.traces import FACTS
-from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.scheduling.trace_files import Newest, Tables, Traces
+from lit_rlsched.run.switches import facts_from, make_schedule
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_ranges
-from lit_rlsched.simulation.costs import Costs, Fit, calibrated
-from lit_rlsched.simulation.pipeline import Machine, Outcome, slowdown_of
+from lit_rlsched.simulation.costs import Costs, calibrated
+from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
@@ -43,57 +42,6 @@ SIZES = (
     *("prompts_per_round", "num_generations", "max_completion_length"),
 )
 """What `simulate` takes from a run, unless it is given."""
-
-
-def calibrate(run: str) -> str:
-    """Fit what decode steps, updates and rewards cost in a run, and show how well it fits.
-
-    Args:
-        run: Folder of the run.
-    """
-    traces = Traces(run)
-    traces.check()
-    costs = calibrated(traces)
-    tail = ", ".join(map(_seconds, costs.tail))
-    lines = [
-        *(line for fit in costs.fits for line in _told(fit)),
-        f"weight sync: {_seconds(costs.sync)}",
-        "decode steps beside an update: "
-        + (f"{costs.slowdown:.2f} times as long" if costs.slowdown else "none in this run"),
-        f"verification of drafts: {_seconds(costs.verify)} for each position",
-        f"everything else in a round: {_seconds(costs.other)}",
-        f"reward of a completion: {tail} (median, 95 %, 99 %, maximum)",
-        f"completions with an advantage other than 0: {percent(costs.trained_share)}",
-    ]
-    return "\n".join(lines)
-
-
-UNITS = {
-    "base": "for each step",
-    "running": "for each completion that decodes",
-    "kv": "for each token in the key-value cache",
-    "prefill": "for each prompt or prefix token",
-    "update": "for each optimizer step",
-    "position": "for each position that is trained on",
-}
-"""What a term of a fit is multiplied by."""
-
-
-def _told(fit: Fit) -> list[str]:
-    if not fit.observations:
-        return [f"{fit.name}: the run has trained on nothing"]
-    verdict = "" if fit.fits else ". It does not fit: expect such errors in simulated seconds"
-    head = (
-        f"{fit.name}: off by {percent(fit.error)} in the median round, {percent(fit.worst)} in the "
-        f"worst ({fit.observations:,} observed){verdict}"
-    )
-    terms = (f"  {_seconds(value):>12}  {UNITS[name]}" for name, value in fit.terms.items())
-    return [head, *terms]
-
-
-def _seconds(value: float) -> str:
-    unit, size = ("s", 1.0) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
-    return f"{three_digits(value / size)} {unit}"
 
 
 def simulate(
@@ -108,7 +56,7 @@ def simulate(
     max_completion_length: int | None = None,
     most_callbacks: int = 2,
     rounds: int = 12,
-    slowdown: float | None = None,
+    slowdown: float = 1.0,
     rank_correlation: float = 0.5,
     accepted: float = 0.95,
     seed: int = 0,
@@ -134,7 +82,7 @@ def simulate(
         most_callbacks: Callbacks of ours that are combined.
         rounds: Rounds that are simulated, after a few that do not count.
         slowdown: How much longer engine and trainer take while both work: 1 with devices or cores
-            of their own, 2 if they share them. By default what the trace shows, or 1.
+            of their own, 2 if they share them.
         rank_correlation: How well lengths are predicted, from 0 to 1.
         accepted: Share of drafts that the next policy accepts whole; of older ones, for each round.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
@@ -153,7 +101,7 @@ def simulate(
         traces.check()
     before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
-    newest = None if traces is None else Newest(traces, rounds)
+    newest = None if traces is None else traces.newest(rounds)
     costs = Costs() if newest is None else calibrated(newest)
     more = about["ranks"] / before["ranks"]
     setting = Setting(
@@ -246,7 +194,7 @@ def _constraints(given: Sequence[str], token_bytes: int | None) -> dict[str, flo
 
 
 def _workload(
-    lengths: str | None, traces: Tables | None, about: Mapping[str, Any], rounds: int, seed: int
+    lengths: str | None, traces: Traces | None, about: Mapping[str, Any], rounds: int, seed: int
 ) -> Workload:
     limit, generations = about["max_completion_length"], about["num_generations"]
     if lengths is None:
@@ -307,18 +255,26 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
     if trace:
         costs = f"costs fitted to the newest rounds of `{trace}`"
     apart = "have devices or cores of their own"
-    slowdown = slowdown_of(of, setting.costs)
-    if slowdown != 1:
-        apart = f"take {slowdown:.3g} times as long while both work"
-    return (
+    fits = [
+        f"{fit.name.capitalize()}: seconds off by {percent(fit.error)} in the median round, "
+        f"{percent(fit.worst)} in the worst"
+        + ("." if fit.fits else ": it does not fit, so expect such errors below.")
+        for fit in setting.costs.fits
+        if fit.observations
+    ]
+    if of.slowdown != 1:
+        apart = f"take {of.slowdown:.3g} times as long while both work"
+    lines = [
         f"Simulated: {setting.rounds} rounds of {sizes}, {counted(of.engines, 'engine')} with "
         f"{of.slots} slots, lengths up to {min(every[-1], setting.work.limit):,} (median "
-        f"{every[len(every) // 2]:,}), {costs}.\n"
-        f"Engine and trainer {apart}.\n"
+        f"{every[len(every) // 2]:,}), {costs}.",
+        *fits,
+        f"Engine and trainer {apart}.",
         "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
         "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
-        "tokens in an engine's key-value cache."
-    )
+        "tokens in an engine's key-value cache.",
+    ]
+    return "\n".join(lines)
 
 
 def _table(

@@ -2,6 +2,7 @@
 
 import shlex
 import textwrap
+from inspect import signature
 from pathlib import Path
 
 from lightning import Callback, LightningModule, Trainer
@@ -11,6 +12,7 @@ from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoin
 from lit_rlsched.run.policy_module import PolicyModule
 from lit_rlsched.run.saving.run_folder import name_of
 from lit_rlsched.run.training_run import TrainingRun
+from lit_rlsched.settings import plain
 from lit_rlsched.text import counted, three_digits
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import find_policy
@@ -80,8 +82,7 @@ def _data(run: TrainingRun) -> str:
     given = run.settings.data["train"]
     name = given if isinstance(given, str | Path) else type(given).__name__
     name = "rows" if isinstance(given, list) else name
-    size = "a stream of" if prompts.stream else f"{len(prompts.train):,}"
-    text = f"{name}, {size} prompts to train on"
+    text = f"{name}, {len(prompts.train):,} prompts to train on"
     return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
 
 
@@ -116,12 +117,14 @@ def _engine(run: TrainingRun) -> str:
 
 
 def _schedule(trainer: Trainer) -> str:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    said = [
-        f"{type(c).__name__}: {words}"
-        for c in callbacks
-        if isinstance(c, RolloutCallback) and (words := c.describe())
-    ]
+    said = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RolloutCallback) and callback.sets is not None:
+            kind = type(callback)
+            defaults = {n: plain(p.default) for n, p in signature(kind).parameters.items()}
+            given = (f"{n}={v!r}" for n, v in callback.init_args.items() if v != defaults.get(n))
+            about = (kind.__doc__ or "").partition("\n")[0].replace("`", "")
+            said.append(f"{kind.__name__}({', '.join(given)}): {about}")
     return "\n".join(said) or "every completion is decoded to its end, then the round is trained on"
 
 

@@ -1,42 +1,36 @@
-"""Rows tokenised to prompts, once: token ids are memory-mapped, and a prompt is made when drawn."""
+"""Rows tokenised to prompts, once; a prompt is made when it is drawn."""
 
-import json
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
-from importlib.metadata import version
-from itertools import chain, compress, islice, starmap
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_rlsched.data.messages import prompt_of
-from lit_rlsched.data.row_table import Row, RowTable, UidIndex, digest, mapped, other_columns
-from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, token_batches, unknown_token
+from lit_rlsched.data.rows import Row, RowTable, load_rows, other_columns
+from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, tokenized
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
-
-_FORMAT = "tokens-4"
-"""Changes when token ids are stored in another way."""
 
 
 class Prompts(Sequence[Prompt]):
     """Prompts of a data set, each made when it is asked for."""
 
-    def __init__(self, rows: RowTable, tokens: pa.Table, numbers: NDArray[np.int64]) -> None:
+    def __init__(
+        self, rows: RowTable, numbers: Sequence[int], token_ids: "Sequence[array[int]]"
+    ) -> None:
         self._rows = rows
-        self._tokens = tokens
-        self._token_ids = tokens["token_ids"]
         self.numbers = numbers
         """Numbers of their rows, in ascending order."""
-        self.lengths: NDArray[np.int32] = pc.list_value_length(self._token_ids).to_numpy()[numbers]
+        self.token_ids = token_ids
+        """Those of each prompt."""
+        self.lengths: NDArray[np.int64] = np.array([*map(len, token_ids)])
         """Number of tokens of each prompt."""
 
     def __len__(self) -> int:
@@ -45,36 +39,32 @@ class Prompts(Sequence[Prompt]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        number = int(self.numbers[at])
-        return self._prompt(number, self._rows[number])
+        return self._prompt(at, self._rows[self.numbers[at]])
 
     def __iter__(self) -> Iterator[Prompt]:
-        kept = np.isin(np.arange(len(self._rows)), self.numbers)
-        return starmap(self._prompt, compress(enumerate(self._rows), kept))
+        rows = enumerate(self._rows)
+        for at, number in enumerate(self.numbers):
+            yield self._prompt(at, next(row for i, row in rows if i == number))
 
-    def _prompt(self, number: int, row: Row) -> Prompt:
-        uid, token_ids = self._rows.uids[number].as_py(), self._token_ids[number].as_py()
-        return Prompt(uid, prompt_of(row), tuple(token_ids), other_columns(row))
+    def _prompt(self, at: int, row: Row) -> Prompt:
+        token_ids = tuple(self.token_ids[at])
+        return Prompt(self.uids[at], prompt_of(row), token_ids, other_columns(row))
 
     def subset(self, positions: Sequence[int]) -> "Prompts":
         """Return the prompts at these positions."""
-        return Prompts(self._rows, self._tokens, self.numbers[np.asarray(positions)])
+        numbers = [self.numbers[at] for at in positions]
+        return Prompts(self._rows, numbers, [self.token_ids[at] for at in positions])
 
     @cached_property
-    def uids(self) -> pa.StringArray:
+    def uids(self) -> list[str]:
         """Uids of the prompts, in order."""
-        return self._rows.uids.take(pa.array(self.numbers))
+        return [self._rows.uids[number] for number in self.numbers]
 
     @cached_property
     def of_uid(self) -> Callable[[str], Prompt]:
         """Returns the prompt with a uid."""
-        index = UidIndex(self.uids)
+        index = {uid: at for at, uid in enumerate(self.uids)}
         return lambda uid: self[index[uid]]
-
-    @property
-    def hashes(self) -> NDArray[np.uint64]:
-        """A hash of the tokens of each prompt."""
-        return self._tokens["hash"].to_numpy()[self.numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +72,13 @@ class PromptSets:
     """All prompts of a run, each tokenised once."""
 
     train: Any
-    """`Prompts`, a `StreamSource`, or an empty list if nothing is trained."""
+    """`Prompts`, or an empty list if nothing is trained."""
     held_out: dict[str, Prompts]
     """Prompts by stage: `val`, `test`, `predict`."""
 
     @property
     def read(self) -> dict[str, Prompts]:
-        """All sets but a stream, by stage."""
+        """All sets, by stage."""
         train = {"train": self.train} if isinstance(self.train, Prompts) else {}
         return train | self.held_out
 
@@ -97,25 +87,17 @@ class PromptSets:
 
     def first(self, number: int) -> list[Prompt]:
         """The first prompts, those of `train` before others."""
-        streamed = self.train.first(number) if self.stream else []
-        return [*islice(chain(streamed, *self.read.values()), number)]
-
-    @property
-    def stream(self) -> bool:
-        """Whether the training prompts are a stream."""
-        return hasattr(self.train, "max_prompt_length")
+        return [*islice(chain(*self.read.values()), number)]
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt; of a stream, of the longest that it may have."""
-        streamed = self.train.max_prompt_length if self.stream else 0
-        return max([streamed, *(int(prompts.lengths.max()) for prompts in self.read.values())])
+        """Number of tokens of the longest prompt."""
+        return max(int(prompts.lengths.max()) for prompts in self.read.values())
 
     @property
     def shortest(self) -> int:
         """Number of tokens of the shortest prompt."""
-        streamed = [1] if self.stream else []
-        return min([*streamed, *(int(prompts.lengths.min()) for prompts in self.read.values())])
+        return min(int(prompts.lengths.min()) for prompts in self.read.values())
 
 
 def tokenize(
@@ -148,23 +130,27 @@ def tokenize(
         except ValueError as error:
             raise UsageError(f"`{name}_data`: {error}") from error
     train = sets.pop("train", None)
-    if train is not None and "val" in sets:
-        shared_at = np.flatnonzero(np.isin(sets["val"].hashes, train.hashes))
-        shared = [sets["val"][int(i)] for i in shared_at]
-        if environments is not None and shared:  # a task is a row, or is made of a seed
-            same = {*train.uids.to_pylist()} & {p.uid for p in shared}
-            shared = [
-                p
-                for p in shared
-                if p.uid in same
-                and (p.columns.keys() - {"environment"} or not environments.of(p.columns).seeded)
-            ]
-        if shared:
-            rank_zero_warn(
-                f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
-                f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
-            )
+    shared = _shared(train, sets["val"], environments) if train and "val" in sets else []
+    if shared:
+        rank_zero_warn(
+            f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
+            f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
+        )
     return PromptSets([] if train is None else train, sets)
+
+
+def _shared(train: Prompts, val: Prompts, environments: RowTools | None) -> list[Prompt]:
+    """Return the prompts of `val` that are in `train` too."""
+    if environments is None:
+        known = {*map(bytes, train.token_ids)}
+        return [val[i] for i, ids in enumerate(val.token_ids) if bytes(ids) in known]
+    tasks = {(p.uid, str(p.text)) for p in train}  # a task is a row, or is made of a seed
+    return [
+        p
+        for p in val
+        if (p.uid, str(p.text)) in tasks
+        and (p.columns.keys() - {"environment"} or not environments.of(p.columns).seeded)
+    ]
 
 
 def make_prompts(
@@ -178,9 +164,7 @@ def make_prompts(
 ) -> Prompts:
     """Tokenise each prompt once; see `PromptTokenizer`.
 
-    Only the first of equal rows is kept, with a warning. Token ids of a fast tokenizer are kept in
-    the cache of `datasets`: the next call with the same rows, tokenizer and chat template maps
-    them.
+    Only the first of equal rows is kept, with a warning.
 
     Args:
         rows: Rows as `load_rows` takes or returns them.
@@ -197,10 +181,10 @@ def make_prompts(
     """
     table = rows if isinstance(rows, RowTable) else load_rows(rows)
     numbers, duplicates = table.unique()
-    if len(duplicates):
+    if duplicates:
         warnings.warn(
             f"{len(duplicates)} of {len(table)} rows repeat an earlier row and are left out (the "
-            f"first is row {duplicates[0]}: {str(prompt_of(table[int(duplicates[0])]))[:80]!r}). "
+            f"first is row {duplicates[0]}: {str(prompt_of(table[duplicates[0]]))[:80]!r}). "
             "Give every row a `uid` to keep them.",
             stacklevel=2,
         )
@@ -211,48 +195,20 @@ def make_prompts(
             f"{row}): the chat template is applied to chat messages only. Give all the same form.",
             stacklevel=2,
         )
-    settings = chat_template_kwargs or {}
-    template = str(settings.get("chat_template") or getattr(tokenizer, "chat_template", None))
-    tokens = mapped(
-        _key(table, tokenizer, template, settings, environments),
-        lambda: token_batches(table, PromptTokenizer(tokenizer, settings, environments)),
-    )
-    prompts = Prompts(table, tokens, numbers)
+    token_ids = [*tokenized(table, PromptTokenizer(tokenizer, chat_template_kwargs, environments))]
+    prompts = Prompts(table, numbers, [token_ids[number] for number in numbers])
     _check_lengths(prompts, max_prompt_length)
-    largest = max(pc.max(ids.flatten()).as_py() or 0 for ids in tokens["token_ids"].chunks)
-    if embeddings is not None and largest >= embeddings:
-        for number, prompt in zip(numbers, prompts, strict=True):
-            if why := unknown_token(prompt.token_ids, tokenizer, embeddings):
-                raise UsageError(f"The prompt of row {number} (uid {prompt.uid}) {why}")
+    if embeddings is not None:
+        for at, ids in enumerate(prompts.token_ids):
+            if (token := max(ids)) >= embeddings:
+                raise UsageError(
+                    f"The prompt of row {numbers[at]} (uid {prompts.uids[at]}) has the token "
+                    f"{token} ({tokenizer.convert_ids_to_tokens(token)!r}) of the tokenizer "
+                    f"`{getattr(tokenizer, 'name_or_path', '')}`, and the model has embeddings for "
+                    f"0 to {embeddings - 1}. Use the model's own tokenizer, or a model that was "
+                    "resized for this one (`resize_token_embeddings`)."
+                )
     return prompts
-
-
-def _key(
-    rows: RowTable,
-    tokenizer: Any,
-    template: str,
-    settings: Mapping[str, Any],
-    environments: RowTools | None = None,
-) -> str | None:
-    """Name of the rows' token ids; `None` if rows or tokenizer have no stable name."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or rows.key is None:
-        return None
-    backend.no_truncation()  # as every call does, but the first call must not change the key
-    backend.no_padding()
-    return digest(
-        _FORMAT,
-        rows.key,
-        type(tokenizer).__qualname__,
-        backend.to_str(),
-        tokenizer.special_tokens_map,
-        template,
-        json.dumps(settings, sort_keys=True, default=repr),
-        environments.key if environments else "",
-        date.today() if "strftime_now" in template else "",
-        version("transformers"),
-        version("tokenizers"),
-    )
 
 
 def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:

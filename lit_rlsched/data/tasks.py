@@ -185,8 +185,6 @@ class HubDataset(PromptTask):
         prompt_column: Column to use as `prompt`.
         instructions: Text before each prompt, e.g. how to mark the answer. The prompts, which must
             be strings, become user messages.
-        streaming: Whether to read the rows while the run needs them, without downloading all; for
-            `train_data` only.
     """
 
     def __init__(
@@ -196,10 +194,8 @@ class HubDataset(PromptTask):
         split: str = "train",
         prompt_column: str = "prompt",
         instructions: str = "",
-        streaming: bool = False,
     ) -> None:
         self.name = name
-        self.streaming = streaming
         self.config = config
         self.split = split
         self.prompt_column = prompt_column
@@ -209,10 +205,7 @@ class HubDataset(PromptTask):
         """Open the data set; the first call downloads it."""
         import datasets
 
-        more = {"streaming": True} if self.streaming else {}
-        data = datasets.load_dataset(self.name, self.config, split=self.split, **more)
-        if data.column_names is None:  # a stream whose columns are not known before it is read
-            data = data._resolve_features()
+        data = datasets.load_dataset(self.name, self.config, split=self.split)
         if self.prompt_column not in data.column_names:
             raise UsageError(
                 f"`{self.name}` has no column `{self.prompt_column}`; its columns are "

@@ -1,18 +1,15 @@
 """Token ids of prompts, as arrays."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from hashlib import blake2b
 from itertools import groupby, islice
 from typing import Any, Protocol
 
-import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
 from lit_rlsched.data.messages import prompt_of, template_arguments, tool_arguments
-from lit_rlsched.data.row_table import Row, RowTable
+from lit_rlsched.data.rows import Row, RowTable
 from lit_rlsched.settings import UsageError, check_template_kwargs
 
 _MARK = "\N{REPLACEMENT CHARACTER}observation\N{REPLACEMENT CHARACTER}"
@@ -25,10 +22,6 @@ _BATCH = 200
 
 class RowTools(Protocol):
     """What the completions of a row may call: `environments.protocol.Environments`."""
-
-    @property
-    def key(self) -> str:
-        """Everything that decides the tokens of prompts."""
 
     def of(self, columns: Mapping[str, Any]) -> Any:
         """Return an object with `schemas`, a `factory` if it adds to the prompt, and `seeded`."""
@@ -54,18 +47,6 @@ class PromptTokenizer:
 
     def __call__(self, rows: Sequence[Row]) -> "list[array[int]]":
         """Return the token ids of each prompt, without the end that an environment may change."""
-        return self.begun(rows, self.whole(rows))
-
-    def begun(self, rows: Sequence[Row], whole: "Sequence[array[int]]") -> "list[array[int]]":
-        """Return the token ids of `whole` without the end that an environment may change."""
-        if self._environments is None:
-            return [*whole]
-        factories = [self._environments.of(row).factory for row in rows]
-        pairs = zip(whole, factories, strict=True)
-        return [ids if factory is None else ids[:-_TAIL] or ids[:1] for ids, factory in pairs]
-
-    def whole(self, rows: Sequence[Row]) -> "list[array[int]]":
-        """Return the token ids of each prompt, at most to the end of the last message's text."""
         prompts = [*map(prompt_of, rows)]
         if self._environments is not None and any(isinstance(p, str) for p in prompts):
             raise UsageError(
@@ -78,9 +59,12 @@ class PromptTokenizer:
         for string, ids in zip(strings, self._encoded(strings) if strings else (), strict=True):
             begun = ids[: len(self._first)] == self._first
             of_strings[string] = ids if begun else self._first + ids
-        return [
-            of_strings[prompt] if isinstance(prompt, str) else next(chats) for prompt in prompts
-        ]
+        found = [of_strings[p] if isinstance(p, str) else next(chats) for p in prompts]
+        if self._environments is None:
+            return found
+        factories = [self._environments.of(row).factory for row in rows]
+        pairs = zip(found, factories, strict=True)
+        return [ids if factory is None else ids[:-_TAIL] or ids[:1] for ids, factory in pairs]
 
     @cached_property
     def _first(self) -> "array[int]":
@@ -136,48 +120,22 @@ class PromptTokenizer:
             yield array("i", ids)
 
 
-def unknown_token(ids: Iterable[int], tokenizer: Any, embeddings: int) -> str | None:
-    """Say which token of a prompt the model has no embedding for, after the prompt's name."""
-    for token in ids:
-        if token >= embeddings:
-            name = tokenizer.convert_ids_to_tokens(token)
-            return (
-                f"has the token {token} ({name!r}) of the tokenizer "
-                f"`{getattr(tokenizer, 'name_or_path', '')}`, and the model has embeddings for 0 "
-                f"to {embeddings - 1}. Use the model's own tokenizer, or a model that was resized "
-                "for this one (`resize_token_embeddings`)."
-            )
-    return None
-
-
-def token_batches(rows: RowTable, tokenize: PromptTokenizer) -> Iterator[pa.RecordBatch]:
-    """Yield the columns `token_ids` and `hash` of rows, in their order."""
+def tokenized(rows: RowTable, tokenize: PromptTokenizer) -> "Iterator[array[int]]":
+    """Yield the token ids of rows, in their order."""
     # shown from two seconds on, in a terminal only
     bar: dict[str, Any] = {"desc": "Tokenizing prompts", "delay": 2, "leave": False}
     unread = iter(tqdm(enumerate(rows), total=len(rows), disable=None, **bar))
-    while some := [*islice(unread, _BATCH)]:
-        yield _token_batch(tokenize, some)
-
-
-def _token_batch(tokenize: PromptTokenizer, numbered: Sequence[tuple[int, Row]]) -> pa.RecordBatch:
-    rows = [row for _, row in numbered]
-    try:
-        whole = tokenize.whole(rows)
-    except Exception:
-        for number, row in numbered:
-            try:
-                tokenize([row])
-            except Exception as error:
-                raise UsageError(
-                    f"The prompt of row {number} cannot be tokenised: {error} "
-                    f"The prompt is {str(prompt_of(row))[:80]!r}."
-                ) from error
-        raise
-    hashes = b"".join(blake2b(one, digest_size=8).digest() for one in whole)
-    ids = tokenize.begun(rows, whole)
-    ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
-    columns = {
-        "token_ids": pa.ListArray.from_arrays(ends, np.frombuffer(b"".join(ids), np.int32)),
-        "hash": np.frombuffer(hashes, ">u8").astype(np.uint64),
-    }
-    return pa.record_batch(columns)
+    while numbered := [*islice(unread, _BATCH)]:
+        try:
+            batch = tokenize([row for _, row in numbered])
+        except Exception:
+            for number, row in numbered:
+                try:
+                    tokenize([row])
+                except Exception as error:
+                    raise UsageError(
+                        f"The prompt of row {number} cannot be tokenised: {error} "
+                        f"The prompt is {str(prompt_of(row))[:80]!r}."
+                    ) from error
+            raise
+        yield from batch

@@ -9,33 +9,22 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
-from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutEngine, RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.processes import die_with
 from lit_rlsched.scheduling.admission import Admission
-
-
-class Inbox(Protocol):
-    """Messages of the trainer; a `Connection` is one."""
-
-    def poll(self, timeout: float, /) -> bool:
-        """Whether there is a message."""
-
-    def recv(self) -> Any:
-        """Wait for the next message and return it."""
 
 
 class Server:
     """Serves an engine to the process of the trainer.
 
     A message is a number (0: no answer is expected), the name of a method below, and its arguments.
-    A worker that was told to run ahead steps as long as it is busy and allowed to; the server looks
-    for a message between two steps.
+    A worker steps as long as it is busy and allowed to; the server looks for a message between two
+    steps.
     """
 
     def __init__(self) -> None:
@@ -46,14 +35,17 @@ class Server:
         self._most: int | None = None
         """Maximum number of decode steps per step: 1 where engines take turns."""
         self._ahead = 0
-        """Number of the message that told the worker to run ahead; 0: it does not."""
+        """Number of the message that told the worker to step; 0: it was told to stop."""
         self._allowed = 0
-        """Number of steps that it may still make without being asked."""
+        """Number of steps that it may still make."""
         self._asked = 0
         """Number of the message that is answered."""
 
-    def serve(self, inbox: Inbox) -> None:
-        """Answer messages until the trainer sends `close` or is gone."""
+    def serve(self, inbox: Any) -> None:
+        """Answer messages until the trainer sends `close` or is gone.
+
+        `inbox` is a connection, or has its methods `poll` and `recv`.
+        """
         while True:
             try:
                 waits = not self.runs or inbox.poll(0)
@@ -73,9 +65,10 @@ class Server:
         """Answer a message or, without one, let the worker step; return False after `close`."""
         try:
             if message is None:
+                assert self._worker is not None
                 self._asked = self._ahead
                 self._allowed -= 1
-                self.advance()
+                self._send(self._worker.advance(self._most))
                 return True
             self._asked, name, *arguments = message
             if name == "close":
@@ -108,17 +101,13 @@ class Server:
         self._worker = RolloutWorker(self._engine, admission)
         self._send(None)
 
-    def advance(self) -> None:
-        assert self._worker is not None
-        self._send(self._worker.advance(self._most))
-
     def worker(self, method: str, *arguments: Any) -> None:
         answer = getattr(self._worker, method)(*arguments)
         if self._asked:
             self._send(answer)
 
-    def ahead(self, steps: int) -> None:
-        """Let the worker make so many steps without being asked."""
+    def steps(self, steps: int) -> None:
+        """Let the worker make so many steps; each is an answer."""
         self._ahead, self._allowed = self._asked, steps
 
     def allow(self, steps: int) -> None:

@@ -7,11 +7,8 @@ version.
 import os
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-STREAM = 10_000
-"""Number of objects of a stream. Ray keeps a record of each until the stream ends."""
 
 
 class EngineActor:
@@ -56,14 +53,13 @@ class EngineActor:
                 self._inbox.put(self._early.pop(self._passed_on))
                 self._passed_on += 1
 
-    def answers(self) -> Iterator[list[bytes | None]]:
-        """Yield the server's answers, all available ones at a time, `STREAM` times."""
+    def answers(self) -> list[bytes | None]:
+        """Return all answers of the server that are there, or wait for the next one."""
         outbox = self._server.outbox
-        for _ in range(STREAM):
-            batch = [outbox.get()]
-            while not outbox.empty():
-                batch.append(outbox.get())
-            yield batch
+        batch = [outbox.get()]
+        while not outbox.empty():
+            batch.append(outbox.get())
+        return batch
 
     def wait(self) -> None:
         """Wait until the server has ended."""

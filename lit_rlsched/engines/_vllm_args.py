@@ -1,10 +1,12 @@
 """The arguments vLLM is started with, and the memory that follows from them."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from lit_rlsched.engines.base import SlotEngine
+from lit_rlsched.engines.devices import num_devices
 from lit_rlsched.engines.spec import AdapterSpec, EngineSpec, Footprint, Sizes
 from lit_rlsched.scheduling.admission import DEFAULT_SLOTS
 from lit_rlsched.settings import UsageError
@@ -25,8 +27,7 @@ PASSED_ON = (
     *("cpu_offload_params", "disable_hybrid_kv_cache_manager", "watermark"),
     *("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling"),
     # steps and the prefix cache
-    *("max_num_batched_tokens", "max_num_seqs", "max_num_active_seqs"),
-    *("enable_prefix_caching", "prefix_caching_hash_algo"),
+    *("max_num_batched_tokens", "enable_prefix_caching", "prefix_caching_hash_algo"),
     # kernels and graphs
     *("attention_backend", "moe_backend", "disable_cascade_attn", "disable_custom_all_reduce"),
     *("enable_flashinfer_autotune", "compilation_config", "cudagraph_capture_sizes"),
@@ -49,6 +50,7 @@ OWN = (
 OF_THE_RUN = {
     "model": "it is the module's `model`",
     "max_model_len": "it follows from the prompts and `max_completion_length`",
+    **dict.fromkeys(("max_num_seqs", "max_num_active_seqs"), "it is the run's number of slots"),
     "seed": "each completion has its own seed, derived from the run's `seed`",
     "generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
     "override_generation_config": "sampling is set by `temperature`, `top_p`, `top_k` and `min_p`",
@@ -82,23 +84,78 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-class Settings(Protocol):
-    """The settings of `VLLMEngine`."""
+class VLLMSettings(SlotEngine):
+    """The settings of `VLLMEngine`, and what follows from them before it starts."""
 
+    dtype: str | None
     kv_cache_gib: float | None
     gpu_memory_utilization: float
     enforce_eager: bool | None
     enable_sleep_mode: bool
-    enable_lora: bool
-    tensor_parallel_size: int
-    weight_transfer: str | None
     engine_kwargs: dict[str, Any]
-    kv_block: int
+    kv_block: int = CPU_BLOCK
 
-    def cache_dtype(self, spec: EngineSpec) -> torch.dtype: ...
+    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
+        return DTYPES[self.dtype] if self.dtype else spec.dtype
+
+    def most_slots(self, spec: EngineSpec) -> int:
+        """The default `max_num_seqs` of vLLM (`EngineArgs.get_batch_defaults`)."""
+        if spec.device.type != "cuda" or not torch.cuda.is_available():
+            return DEFAULT_SLOTS
+        gpu = torch.cuda.get_device_properties(spec.device)
+        # vLLM counts no A100 among its large GPUs, although it may have the memory
+        large = gpu.total_memory >= 70 << 30 and "a100" not in gpu.name.lower()
+        return 1024 if large else DEFAULT_SLOTS
+
+    def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
+        """Limited by the GPUs, or on CPU the cores, and by the number of attention heads."""
+        devices = num_devices(spec.device.type)
+        heads = text_config(spec).num_attention_heads
+        sizes = (2**i for i in range(devices.bit_length()))
+        return max(size for size in sizes if heads % size == 0)
+
+    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
+        """Memory that vLLM will hold with its arguments."""
+        args, dtype, full = engine_args(self, spec), self.cache_dtype(spec), sizes.full_slots(spec)
+        weights, cache = sizes.parameters * dtype.itemsize, args["kv_cache_memory_bytes"]
+        how_weights = sizes.say_weights(dtype)
+        if spec.adapters is not None:
+            slot = args["max_lora_rank"]
+            weights += spec.adapters.parameters * slot // spec.adapters.rank * dtype.itemsize
+            how_weights += f", and a LoRA slot of rank {slot}"
+        how = "limited by `memory_budget`, `kv_cache_gib` or their default"
+        if cache and cache >= full:
+            how = f"{sizes.say_slots(spec)}, in whole blocks"
+        if cache is None:
+            share = args["gpu_memory_utilization"]
+            cache = max(0, int(share * sizes.memory) - weights)
+            how = f"the rest of gpu_memory_utilization={share}, including vLLM's activations"
+        sleeps = spec.device.type == "cuda" and self.enable_sleep_mode
+        asleep = "; vLLM sleeps in the update" if sleeps else ""
+        return Footprint(
+            weights,
+            cache,
+            not sleeps,
+            how_weights + asleep,
+            how + asleep,
+            asleep=weights if sleeps and self.enable_lora else 0,
+        )
+
+    def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
+        """Tokens that vLLM's cache will hold: whole blocks, without the one it never uses."""
+        tokens = int(footprint.cache / share_of_cache(self, spec)) // token_bytes
+        capacity = max(0, tokens // self.kv_block - 1) * self.kv_block
+        if capacity < spec.max_model_len:
+            raise UsageError(
+                f"vLLM's key-value cache would hold {capacity:,} tokens, and one completion with "
+                f"its prompt may take {spec.max_model_len:,}. Raise "
+                "`VLLMEngine(kv_cache_gib=...)` or `gpu_memory_utilization`, or lower "
+                "`max_completion_length`."
+            )
+        return capacity
 
 
-def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
+def engine_args(engine: VLLMSettings, spec: EngineSpec) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`: the run's, the engine's settings, then `engine_kwargs`."""
     if (dtype := engine.cache_dtype(spec)) not in DTYPES.values():
         raise UsageError(
@@ -117,7 +174,7 @@ def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
         "dtype": dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.slots,
-        "max_num_batched_tokens": batched_tokens(engine, spec),
+        "max_num_batched_tokens": batched_tokens(spec),
         "seed": spec.seed,
         "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
         "kv_cache_memory_bytes": cache,
@@ -149,12 +206,6 @@ def engine_args(engine: Settings, spec: EngineSpec) -> dict[str, Any]:
         args["gpu_memory_utilization"] = engine.gpu_memory_utilization
         args["enable_sleep_mode"] = engine.enable_sleep_mode
     args |= engine.engine_kwargs
-    for name in ("max_num_seqs", "max_num_active_seqs"):
-        if (most := args.get(name)) is not None and most < spec.slots:
-            raise UsageError(
-                f"`VLLMEngine(engine_kwargs={{'{name}': {most}}})` is less than the "
-                f"{spec.slots} slots of the run: leave it out, or ask for {most} slots."
-            )
     return args
 
 
@@ -179,15 +230,14 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
     }
 
 
-def batched_tokens(engine: Settings, spec: EngineSpec) -> int:
+def batched_tokens(spec: EngineSpec) -> int:
     """Maximum number of tokens per step: at least one for each running request."""
-    most = max(spec.slots, engine.engine_kwargs.get("max_num_seqs") or 0)
     if spec.device.type == "cpu":
-        return max(BATCHED_TOKENS["cpu"], most, spec.max_model_len)
-    return max(most, min(BATCHED_TOKENS["cuda"], most * spec.max_model_len))
+        return max(BATCHED_TOKENS["cpu"], spec.slots, spec.max_model_len)
+    return max(spec.slots, min(BATCHED_TOKENS["cuda"], spec.slots * spec.max_model_len))
 
 
-def full_cache(engine: Settings, spec: EngineSpec) -> int:
+def full_cache(engine: VLLMSettings, spec: EngineSpec) -> int:
     """Bytes of cache when every slot is full. vLLM's default is half of the machine's memory."""
     config = text_config(spec)
     token = kv_bytes_per_token(config, engine.cache_dtype(spec)) * share_of_cache(engine, spec)
@@ -195,63 +245,12 @@ def full_cache(engine: Settings, spec: EngineSpec) -> int:
     return int(blocks * CPU_BLOCK * token)
 
 
-def share_of_cache(engine: Settings, spec: EngineSpec) -> float:
+def share_of_cache(engine: VLLMSettings, spec: EngineSpec) -> float:
     """Share of a token's keys and values that each worker holds; a head is not split."""
     if engine.tensor_parallel_size == 1:
         return 1.0
     heads = kv_heads(text_config(spec))
     return max(1, heads // engine.tensor_parallel_size) / heads
-
-
-def footprint(engine: Settings, spec: EngineSpec, sizes: Sizes) -> Footprint:
-    """Memory that vLLM will hold with these arguments."""
-    args, dtype, full = engine_args(engine, spec), engine.cache_dtype(spec), sizes.full_slots(spec)
-    weights, cache = sizes.parameters * dtype.itemsize, args["kv_cache_memory_bytes"]
-    how_weights = sizes.say_weights(dtype)
-    if spec.adapters is not None:
-        slot = args["max_lora_rank"]
-        weights += spec.adapters.parameters * slot // spec.adapters.rank * dtype.itemsize
-        how_weights += f", and a LoRA slot of rank {slot}"
-    how = "limited by `memory_budget`, `kv_cache_gib` or their default"
-    if cache and cache >= full:
-        how = f"{sizes.say_slots(spec)}, in whole blocks"
-    if cache is None:
-        share = args["gpu_memory_utilization"]
-        cache = max(0, int(share * sizes.memory) - weights)
-        how = f"the rest of gpu_memory_utilization={share}, including vLLM's activations"
-    sleeps = spec.device.type == "cuda" and engine.enable_sleep_mode
-    asleep = "; vLLM sleeps in the update" if sleeps else ""
-    return Footprint(
-        weights,
-        cache,
-        not sleeps,
-        how_weights + asleep,
-        how + asleep,
-        asleep=weights if sleeps and engine.enable_lora else 0,
-    )
-
-
-def cache_tokens(engine: Settings, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
-    """Tokens that vLLM's cache will hold: whole blocks, without the one that vLLM never uses."""
-    tokens = int(footprint.cache / share_of_cache(engine, spec)) // token_bytes
-    capacity = max(0, tokens // engine.kv_block - 1) * engine.kv_block
-    if capacity < spec.max_model_len:
-        raise UsageError(
-            f"vLLM's key-value cache would hold {capacity:,} tokens, and one completion with its "
-            f"prompt may take {spec.max_model_len:,}. Raise `VLLMEngine(kv_cache_gib=...)` or "
-            "`gpu_memory_utilization`, or lower `max_completion_length`."
-        )
-    return capacity
-
-
-def default_slots(device: torch.device) -> int:
-    """Return vLLM's default `max_num_seqs` for a device (`EngineArgs.get_batch_defaults`)."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return DEFAULT_SLOTS
-    gpu = torch.cuda.get_device_properties(device)
-    # vLLM counts no A100 among its large GPUs, although it may have the memory
-    large = gpu.total_memory >= 70 << 30 and "a100" not in gpu.name.lower()
-    return 1024 if large else DEFAULT_SLOTS
 
 
 def text_config(spec: EngineSpec) -> Any:

@@ -8,10 +8,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import linear
 
 from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.types import Request, stable_hash
@@ -117,32 +114,7 @@ def prepare(worker: Any) -> bool:
                 "Install a version of vLLM that lit_rlsched allows."
             )
         runner.kept_noise = KeptNoise(batch)
-    if manager := getattr(runner, "lora_manager", None):
-        for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
-            if type(wrapper).__name__ == "PunicaWrapperCPU":
-                wrapper.add_lora_linear = partial(add_one_adapter, wrapper)
     return by_position
-
-
-def add_one_adapter(
-    wrapper: Any,
-    y: Tensor,
-    x: Tensor,
-    lora_a_stacked: Sequence[Tensor],
-    lora_b_stacked: Sequence[Tensor],
-    scale: float,
-    output_slices: Sequence[int],
-    **kwargs: object,
-) -> None:
-    """Add what the only adapter makes of `x` `[T, in]` to `y` `[T, out]`, in place.
-
-    On CPU, vLLM's own function copies the adapter's matrices once per token.
-    """
-    if wrapper.no_lora:
-        return
-    parts = y.split([*output_slices], dim=1)
-    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-        part += linear(linear(x, a[0, 0]), b[0, 0]) * scale
 
 
 def unlink_shared_memory(worker: Any) -> str:
@@ -158,32 +130,7 @@ def unlink_shared_memory(worker: Any) -> str:
 
 def load(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load weights under their Hugging Face names."""
-    with noting(worker.get_model()) as written:
-        worker.reload_weights(weights_iterator=iter(weights))
-    loaded(worker, written)
-
-
-@contextmanager
-def noting(model: Any) -> Iterator[set[str]]:
-    """Note the names of the parameters that vLLM writes inside."""
-    load_weights = model.load_weights
-    written: set[str] = set()
-
-    def load_and_note(weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        names: set[str] | None = load_weights(weights)
-        written.update(names or ())
-        return names
-
-    model.load_weights = load_and_note
-    try:
-        yield written
-    finally:
-        del model.load_weights
-
-
-def loaded(worker: Any, written: set[str]) -> None:
-    """Do what vLLM omits after new weights; `written` are the parameters that they are in."""
-    worker.model_runner.written = written
+    worker.reload_weights(weights_iterator=iter(weights))
     repack_embeddings(worker.get_model())
 
 
@@ -227,60 +174,6 @@ def repack_embeddings(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def keep(worker: Any) -> None:
-    """Copy to the host the tensors that vLLM's sleep loses and no weight sync restores.
-
-    Sleep frees all memory that was allocated while the model was loaded. vLLM itself keeps named
-    buffers. Parameters come back with the sync if the trainer has them; none have been synced
-    before the first sync.
-    """
-    tensors = unsynced(worker.get_model(), getattr(worker.model_runner, "written", ()))
-    worker.model_runner.kept_tensors = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-
-
-def put_back(worker: Any) -> None:
-    """Undo `keep` after vLLM has woken up."""
-    kept: list[tuple[Tensor, Tensor]] = vars(worker.model_runner).get("kept_tensors", [])
-    for tensor, copy in kept:
-        tensor.data.copy_(copy)
-    kept.clear()
-
-
-def unsynced(model: torch.nn.Module, written: Collection[str]) -> list[Tensor]:
-    """Tensors of a model that a weight sync does not write.
-
-    These are parameters that are not in `written`, and plain attributes of layers and of their
-    attention (scales of norms without a parameter, ALiBi slopes), but not the key-value cache.
-    """
-    parameters = dict(model.named_parameters())
-    found: list[Tensor] = [each for name, each in parameters.items() if name not in written]
-    known = {_storage(each) for each in (*parameters.values(), *model.buffers())}
-    device = next(iter(parameters.values())).device
-    for module in model.modules():
-        for tensor in _attributes(module):
-            if tensor.device == device and tensor.numel() and _storage(tensor) not in known:
-                known.add(_storage(tensor))
-                found.append(tensor)
-    return found
-
-
-def _attributes(owner: object, deeper: bool = True) -> Iterator[Tensor]:
-    """Tensors in the attributes of an object, in their lists, and one level deeper in theirs."""
-    for name, value in vars(owner).items():
-        if name == "kv_cache":
-            continue
-        several = value.values() if isinstance(value, dict) else value
-        for each in several if isinstance(value, dict | list | tuple) else (value,):
-            if isinstance(each, Tensor):
-                yield each
-            elif deeper and hasattr(each, "__dict__") and not isinstance(each, torch.nn.Module):
-                yield from _attributes(each, deeper=False)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 WIRE = {"packed": True, "packed_buffer_size_bytes": sys.maxsize, "packed_num_buffers": 1}
 """One buffer for each message, whatever its size: the trainer cuts the buckets."""
 
@@ -296,28 +189,20 @@ def gpu(worker: Any) -> str:
 
 
 def join(worker: Any, init: Mapping[str, Any]) -> None:
-    """Make the connection with the trainer, in place of an earlier one."""
+    """Make the connection with the trainer."""
     engine = worker.weight_transfer_engine
-    engine.shutdown()
     worker.init_weight_transfer_engine(known(engine.init_info_cls, {**WIRE, **init}))
-    check_nccl(getattr(engine, "model_update_group", None))
+    check_nccl(engine.model_update_group)
 
 
 def receive(worker: Any, update: Mapping[str, Any], first: bool, last: bool) -> None:
     """Load a bucket of weights."""
-    engine, runner, model = worker.weight_transfer_engine, worker.model_runner, worker.get_model()
     if first:
-        if hasattr(runner, "received"):
-            worker.finish_weight_update()
         worker.start_weight_update()
-        runner.received = set()
-    with noting(model) as written:
-        worker.update_weights(known(engine.update_info_cls, {**WIRE, **update}))
-    runner.received |= written
+    worker.update_weights(known(worker.weight_transfer_engine.update_info_cls, {**WIRE, **update}))
     if last:
         worker.finish_weight_update()
-        loaded(worker, runner.received)
-        del runner.received
+        repack_embeddings(worker.get_model())
 
 
 def known(info: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,7 +223,7 @@ def open_group(where: Mapping[str, Any]) -> Any:
 
 def check_nccl(group: Any) -> None:
     """Refuse a group that would send nothing and say nothing."""
-    if group is not None and group.disabled:
+    if group.disabled:
         raise RunFailed(
             "`weight_transfer='nccl'`: vLLM cannot load NCCL, or `VLLM_DISABLE_PYNCCL` is set. "
             "Leave `weight_transfer` out: weights then go through host memory."

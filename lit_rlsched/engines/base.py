@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, TypeVar
 
 from lit_rlsched.engines.devices import check_devices
-from lit_rlsched.engines.rollout_worker import RolloutWorker, Worker
+from lit_rlsched.engines.rollout_worker import EngineWorker, Worker
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
 from lit_rlsched.scheduling.admission import DEFAULT_SLOTS, Admission, KVCache
+from lit_rlsched.scheduling.trace import RolloutTrace, Step
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Event, Request
 
@@ -36,7 +37,7 @@ class RolloutEngine(RemembersInit, ABC):
     """Whether the engine loads the base model itself and `sync_weights` takes the policy's LoRA
     adapters alone (`training.policy.named_adapters`)."""
     weight_transfer: str | None = None
-    """`ipc` or `nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
+    """`nccl` if weights go from GPU to GPU; see `ProcessEngine`."""
     ends_with_process = False
     """Whether the process ends after `close` and frees everything the engine holds."""
     decodes_by_itself = False
@@ -162,9 +163,6 @@ class RolloutEngine(RemembersInit, ABC):
             RuntimeError: requests are running, whose caches belong to the old weights.
         """
 
-    def policy_changes(self) -> None:
-        """Note that the policy is trained from here on, before the engine has ended its round."""
-
     @abstractmethod
     def stats(self) -> EngineStats:
         """What the engine holds, and its counters."""
@@ -185,6 +183,114 @@ class RolloutEngine(RemembersInit, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything; safe to call twice."""
+
+
+class RolloutWorker(EngineWorker):
+    """Worker of a started engine in the same process."""
+
+    def __init__(self, engine: RolloutEngine, admission: Admission) -> None:
+        super().__init__(admission)
+        self.engine = engine
+        self._requests: dict[str, Request] = {}
+        self._drawn: dict[str, int] = {}
+        self._stats = engine.stats()
+        self._begun: tuple[float, list[str]] | None = None
+        """Start of the next step, and the requests that were admitted for it."""
+        self._version = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._drawn) or len(self.admission) > 0
+
+    @property
+    def running(self) -> Collection[str]:
+        return self._drawn.keys()
+
+    def start_trace(self) -> RolloutTrace:
+        trace = super().start_trace()
+        self._stats = self.engine.stats()
+        return trace
+
+    def start_round(self, ahead: bool, version: int = 0) -> None:
+        self._version = version
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self.admission.push(requests)
+
+    def begin(self) -> int:
+        self._refill()
+        return self.engine.steps_to_event()
+
+    def _refill(self) -> tuple[float, list[str]]:
+        if self._begun is None:
+            admitted = self.admission.pop(self._drawn, self._stats.kv_tokens)
+            start = self.engine.now()
+            if admitted:
+                self.engine.submit(admitted)
+                for request in admitted:
+                    self._requests[request.id], self._drawn[request.id] = request, 0
+            self._begun = start, [request.id for request in admitted]
+        return self._begun
+
+    def advance(self, most: int | None = None) -> Step:
+        engine, before = self.engine, self._stats
+        start, admitted = self._refill()
+        self._begun = None
+        running = len(self._drawn)
+        events = engine.step() if most is None else engine.jump(most)
+        end = engine.now()
+        self._stats = after = engine.stats()
+        left, drawn, version = {}, self._drawn, self._version
+        for event in events:  # hot loop: one pass per drawn token
+            event.version = version
+            drawn[event.request_id] += len(event.token_ids)
+            if event.finish_reason is not None:
+                self._end(event)
+                name = event.request_id
+                left[name] = drawn.pop(name)
+        return Step(
+            start,
+            end,
+            running,
+            after.step_kv_tokens or after.kv_tokens,
+            after.decode_steps - before.decode_steps,
+            after.prefill_tokens - before.prefill_tokens,
+            after.cached_tokens - before.cached_tokens,
+            after.preemptions - before.preemptions,
+            admitted,
+            events,
+            left,
+        )
+
+    def _end(self, event: Event) -> None:
+        request = self._requests.pop(event.request_id)
+        total = len(request.prefix_ids) + self._drawn[event.request_id]
+        if event.finish_reason == "length" and total < request.sampling.max_completion_length:
+            event.finish_reason = "paused"
+
+    def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
+        if request_ids is None:
+            self.admission.clear()
+            running = list(self._drawn)
+        else:
+            self.admission.discard(request_ids)
+            running = [i for i in request_ids if i in self._drawn]
+        if self._begun is not None:
+            start, admitted = self._begun
+            rest = [name for name in admitted if name not in running]
+            self._begun = None if request_ids is None else (start, rest)
+        unreported: list[Event] = []
+        partials = self.engine.abort(running)
+        for name in running:
+            reported, partial = self._drawn.pop(name), partials[name]
+            del self._requests[name]
+            if new := partial.token_ids[reported:]:
+                event = Event(name, new, partial.logprobs[reported:])
+                event.version = self._version
+                unreported.append(event)
+            self.trace.left(name, self.engine.now(), len(partial.token_ids))
+        self._stats = self.engine.stats()  # aborted requests have freed their cache
+        return unreported
 
 
 class SlotEngine(RolloutEngine):

@@ -7,16 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.spec import EngineBroken, EngineDied
+from lit_rlsched.engines.spec import EngineBroken, EngineDied, EngineSpec
 from lit_rlsched.processes import ChildProcess, how_it_ended
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RunFailed, UsageError
 
 START, ANSWER = 1800.0, 600.0
 """Seconds for an engine to start, and for any other answer, after which it counts as hanging: the
@@ -28,6 +30,9 @@ LAUNCHER = (
 """Environment variables of the Trainer's ranks, which an engine must not take for its own."""
 SHUTDOWN = 10.0
 """Seconds for the engine to close before its process is killed."""
+MAX_DEATHS = 3
+"""The run stops when the process dies this many times without a step in between."""
+CLOSED = "The engine is closed or was not started."
 TICK = 1.0
 """Seconds between two checks of a time limit."""
 
@@ -88,112 +93,45 @@ def pickled_engine(engine: RolloutEngine) -> bytes:
         ) from error
 
 
-class Link(Protocol):
-    """The connection to an engine's process."""
+class Child(ABC):
+    """An engine's process, which answers messages.
 
-    @property
-    def closed(self) -> bool:
-        """Whether `end` was called."""
+    `limit` returns the maximum seconds of a wait for an answer, given whether the engine starts.
+    """
 
-    @property
-    def pid(self) -> int | None:
-        """Process id on the node where the process runs; None: it is not known yet."""
+    pid: int | None = None
+    """Process id on the node where the process runs; None: it is not known yet."""
 
-    def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message to the server of the process."""
-
-    def receive(self) -> Any:
-        """Return the next answer of the server."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the server has ended after `close`, at most so many seconds."""
-
-    def kill(self) -> None:
-        """Kill the process and those that it started, while another thread waits for it."""
-
-    def end(self) -> str:
-        """Kill the process, free what belongs to it and return how it ended."""
-
-
-class PipeLink:
-    """The connection to an engine in a child process."""
-
-    def __init__(self, variables: Mapping[str, str], cores: Sequence[int] | None) -> None:
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
-        self._child = ChildProcess(
-            ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
-            {**inherited, **variables, "PYTHONPATH": path},
-        )
-        self.connection, self._process = self._child.connection, self._child.process
-
-    @property
-    def closed(self) -> bool:
-        return self._child.closed
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, message: tuple[Any, ...]) -> None:
-        self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-    def receive(self) -> Any:
-        return pickle.loads(self.connection.recv_bytes())
-
-    def wait(self, seconds: float) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=seconds)
-
-    def kill(self) -> None:
-        self._child.kill_group()
-
-    def end(self) -> str:
-        self.wait(0.5)  # if it is exiting, its own exit code is wanted
-        self.kill()
-        self._process.wait()
-        self._child.close()
-        return how_it_ended(self._process.returncode)
-
-
-class HasChild(Protocol):
-    """The members of a `ProcessEngine` that others use."""
-
-    restarts: int
-    gpus_advice: str
-
-    @property
-    def child(self) -> "Child": ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    @property
-    def numbered_name(self) -> str: ...
-
-    @property
-    def trainer_address(self) -> str: ...
-
-    def revive(self) -> None: ...
-
-    def stepped(self) -> None: ...
-
-    def forget_weights(self) -> None: ...
-
-
-class Child:
-    """An engine's process, which answers messages."""
-
-    def __init__(self, limit: Callable[[bool], float], name: str, link: Link) -> None:
+    def __init__(self, limit: Callable[[bool], float], name: str) -> None:
         self._limit_of, self._name = limit, name
-        self.link = link
         self._asked = 0
         """Number of the last message that has an answer."""
         self._starts = False
         """Whether the last message was that to start."""
+        self._ended = False
         self._end = self._fault = ""
         """How the process ended, and what was wrong with it before."""
         self._watch = Watch(self._kill_hanging)
+
+    @abstractmethod
+    def post(self, message: tuple[Any, ...]) -> None:
+        """Send a message to the server of the process."""
+
+    @abstractmethod
+    def take(self) -> Any:
+        """Return the next answer of the server."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Wait until the server has ended after `close`, at most so many seconds."""
+
+    @abstractmethod
+    def strike(self) -> None:
+        """Kill the process and those that it started, while another thread waits for it."""
+
+    @abstractmethod
+    def end(self) -> str:
+        """Kill the process, free what belongs to it and return how it ended."""
 
     def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
         """Send a message and return its answer."""
@@ -227,7 +165,7 @@ class Child:
     def _send(self, *message: Any) -> None:
         try:
             with self._watch.waiting(self._limit):
-                self.link.send(message)
+                self.post(message)
         except OSError:
             raise EngineDied(self.kill()) from None
 
@@ -235,7 +173,7 @@ class Child:
         """Return the number of the answered message, whether it raised, and the value."""
         try:
             with self._watch.waiting(self._limit):
-                return self.link.receive()
+                return self.take()
         except (OSError, EOFError):
             raise EngineDied(self.kill()) from None
 
@@ -244,25 +182,179 @@ class Child:
 
     def _kill_hanging(self, seconds: float) -> None:
         self._fault = f"did not answer for {seconds:.0f} s and was killed"
-        self.link.kill()
+        self.strike()
 
     def kill(self) -> str:
         """Kill the process and all processes it started; return how it ended."""
-        if not self.link.closed:
+        if not self._ended:
+            self._ended = True
             self._watch.end()
-            ended = self.link.end()
+            ended = self.end()
             self._end = self._fault or ended
         return self._end
 
     def close(self) -> None:
         """Let the engine close, then end the process."""
         try:
-            if not self.link.closed:
+            if not self._ended:
                 with suppress(EngineDied):
                     self.tell("close")
-                    self.link.wait(SHUTDOWN)
+                    self.wait(SHUTDOWN)
         finally:
             self.kill()
+
+
+class PipeChild(Child):
+    """An engine in a child process of this one."""
+
+    def __init__(
+        self,
+        limit: Callable[[bool], float],
+        name: str,
+        variables: Mapping[str, str],
+        cores: Sequence[int] | None,
+    ) -> None:
+        super().__init__(limit, name)
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        inherited = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+        self._child = ChildProcess(
+            ["-m", "lit_rlsched.engines._engine_server", ",".join(map(str, cores or ()))],
+            {**inherited, **variables, "PYTHONPATH": path},
+        )
+        self.connection, self._process = self._child.connection, self._child.process
+        self.pid = self._process.pid
+
+    def post(self, message: tuple[Any, ...]) -> None:
+        self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def take(self) -> Any:
+        return pickle.loads(self.connection.recv_bytes())
+
+    def wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+
+    def strike(self) -> None:
+        self._child.kill_group()
+
+    def end(self) -> str:
+        self.wait(0.5)  # if it is exiting, its own exit code is wanted
+        self.strike()
+        self._process.wait()
+        self._child.close()
+        return how_it_ended(self._process.returncode)
+
+
+class ReplacedEngine(RolloutEngine):
+    """An engine in another process, which is replaced when it dies."""
+
+    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
+    """How an engine gets a GPU of its own."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        """Number of times the process was replaced."""
+        self._child: Child | None = None
+        self._spec: EngineSpec | None = None
+        self._deaths = 0
+
+    @abstractmethod
+    def _launch(self) -> None:
+        """Start a process and the engine in it, with the weights of the last sync."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, if there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def trainer_address(self) -> str:
+        """Address of the trainer's node, as the engine's node knows it."""
+        return "127.0.0.1"
+
+    @property
+    def numbered_name(self) -> str:
+        """Name of the engine in messages."""
+        assert self._spec is not None
+        return self._spec.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process, or a dead one that can be replaced."""
+        return self._child is not None
+
+    def limit(self, starts: bool) -> float:
+        """Seconds for the process to start, or to answer, after which it counts as hanging."""
+        return START if starts else ANSWER
+
+    @property
+    def child(self) -> Child:
+        """The engine's process.
+
+        Raises:
+            RunFailed: the engine is closed or was not started.
+        """
+        if self._child is None:
+            raise RuntimeError(CLOSED)
+        return self._child
+
+    def revive(self) -> None:
+        """Replace the process; the new one gets the weights of the last sync.
+
+        Raises:
+            RunFailed: the process has died too often, or nobody has a copy of its weights.
+        """
+        how = self.child.kill()
+        name = self.numbered_name
+        if self.weight_transfer is not None:
+            self.close()
+            raise RunFailed(
+                f"The process of {name} {how}. None takes its place with "
+                f"`weight_transfer={self.weight_transfer!r}`, which keeps no copy of the weights. "
+                "Resume from the last checkpoint, or leave `weight_transfer` out."
+            )
+        cause: Exception | None = None
+        while True:
+            self._deaths += 1
+            if self._deaths >= MAX_DEATHS:
+                self.close()
+                raise RunFailed(
+                    f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
+                    "from outside, memory may have run out: give the key-value cache less."
+                ) from cause
+            self.restarts += 1
+            warnings.warn(
+                f"The process of {name} {how}; another one takes its place and goes on from the "
+                f"tokens received (restart {self.restarts}).",
+                stacklevel=2,
+            )
+            try:
+                return self._launch()
+            except EngineDied:
+                how, cause = self.child.kill(), None
+            except Exception as error:  # the engine has started with these settings before
+                self.child.kill()
+                how, cause = f"did not start again ({error})", error
+
+    def stepped(self) -> None:
+        """Note that the process has made a step."""
+        self._deaths = 0
+
+    def _ask(self, *message: Any) -> Any:
+        """Ask the process, and replace it if it dies; it then has no requests."""
+        try:
+            return self.child.call(*message)
+        except EngineDied:
+            self.revive()
+            raise
+
+    def _insist(self, *message: Any) -> Any:
+        """Ask the process, and the one that replaces it, until there is an answer."""
+        while True:
+            with suppress(EngineDied):
+                answer = self._ask(*message)
+                self._deaths = 0
+                return answer
 
 
 def unpickled(error: tuple[bytes, str], name: str) -> BaseException:

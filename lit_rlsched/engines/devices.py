@@ -9,10 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,10 +18,9 @@ if TYPE_CHECKING:
 
     from lit_rlsched.engines.spec import EngineSpec
 
-CUDA = 13
-"""CUDA version of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch that they pin."""
-DRIVERS = {12: 525, 13: 580}
-"""Oldest driver branch for each CUDA version (NVIDIA's notes on minor version compatibility)."""
+DRIVER = 580
+"""Oldest driver branch for CUDA 13, that of the wheels of `vllm>=0.27.1,<0.33` and of the PyTorch
+that they pin."""
 
 
 def driver() -> str | None:
@@ -39,13 +36,6 @@ def driver() -> str | None:
     return versions[0] if done.returncode == 0 and versions else None
 
 
-def too_old(driver: str, cuda: int) -> int | None:
-    """Return the driver branch that this CUDA version needs if the given driver is older."""
-    needed = DRIVERS.get(cuda)
-    branch = driver.partition(".")[0]
-    return needed if needed and branch.isdecimal() and int(branch) < needed else None
-
-
 def unseen(driver: str | None, cuda: str | None) -> str | None:
     """Explain why PyTorch sees no GPU although `nvidia-smi` lists one."""
     if driver is None:
@@ -53,11 +43,6 @@ def unseen(driver: str | None, cuda: str | None) -> str | None:
     lists = "`nvidia-smi` lists a GPU, but PyTorch sees none: "
     if cuda is None:
         return f"{lists}it is a CPU build."
-    if needed := too_old(driver, int(cuda.partition(".")[0])):
-        return (
-            f"{lists}it is built for CUDA {cuda}, which needs driver {needed} or newer, and the "
-            f"driver is {driver}. Update the driver."
-        )
     return f"{lists}`python -c 'import torch; torch.cuda.init()'` prints the reason."
 
 
@@ -107,27 +92,6 @@ def warn_of_unseen_gpu(device: str) -> None:
         warnings.warn(f"The run is on the CPU. {why}", stacklevel=3)
 
 
-def missing_tools() -> list[str]:
-    """List what Triton lacks to compile kernels, each with the way to install it."""
-    missing = []
-    if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
-        missing.append("a C compiler (`apt install gcc`, or set `CC`)")
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
-        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        missing.append(f"Python's headers ({header}; `apt install {python}-dev`)")
-    return missing
-
-
-def warn_of_missing_tools() -> None:
-    """Warn of what Triton lacks; it needs nothing for kernels that it has compiled before."""
-    if missing := missing_tools():
-        warnings.warn(
-            f"On a GPU, vLLM compiles kernels with Triton, which needs {' and '.join(missing)}.",
-            stacklevel=3,
-        )
-
-
 def build() -> str:
     """Return the build of vLLM for this machine; stderr tells what keeps a GPU from being used."""
     if sys.platform != "linux":
@@ -135,16 +99,15 @@ def build() -> str:
     found = driver()
     if found is None:
         return "cpu"
-    if needed := too_old(found, CUDA):
+    branch = found.partition(".")[0]
+    if branch.isdecimal() and int(branch) < DRIVER:
         print(
-            f"This machine has a GPU, but vLLM's CUDA build needs driver {needed} or newer, and "
+            f"This machine has a GPU, but vLLM's CUDA build needs driver {DRIVER} or newer, and "
             f"the driver is {found}: the CPU build is installed. To use the GPU, update the "
             "driver, remove `.venv` and install again. `make BUILD=cuda` skips this check.",
             file=sys.stderr,
         )
         return "cpu"
-    if missing := missing_tools():
-        print(f"On a GPU, Triton needs {' and '.join(missing)}.", file=sys.stderr)
     return "cuda"
 
 

@@ -158,9 +158,6 @@ class EnginePool(RolloutEngine):
         handed = self._engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
-    def policy_changes(self) -> None:
-        self.each(lambda engine: engine.policy_changes())
-
     def sleep(self) -> None:
         self.each(lambda engine: engine.sleep())
 
@@ -198,10 +195,6 @@ class PoolWorker(Worker):
     slots (`moves`) in turns for which the engines wait for each other: every turn in rounds that do
     not let engines run ahead, else every `WINDOW` turns while requests wait. A request that has had
     a slot in this round stays with its engine, which may keep its cache and its noise.
-
-    Args:
-        workers: A worker for each engine, all with the same admission.
-        engines: The engines, for their clocks.
     """
 
     def __init__(

@@ -1,33 +1,26 @@
 """Runs any engine in a child process."""
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import ANSWER, START, Child, Link, PipeLink, pickled_engine
+from lit_rlsched.engines.child import CLOSED, Child, PipeChild, ReplacedEngine, pickled_engine
 from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
-from lit_rlsched.engines.weight_transfer import SentWeights, WeightTransfer, check_transfer
+from lit_rlsched.engines.weight_transfer import WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import RunFailed, UsageError
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request
 
-MAX_DEATHS = 3
-"""The run stops when the process dies this many times without a step in between."""
 
-CLOSED = "The engine is closed or was not started."
-
-
-class ProcessEngine(RolloutEngine):
+class ProcessEngine(ReplacedEngine):
     """Runs another engine in a child process, so that it decodes while the trainer computes.
 
     The child process refills the slots itself. It keeps decoding as long as no decision of the
@@ -39,14 +32,14 @@ class ProcessEngine(RolloutEngine):
     further tokens are drawn with other noise, unless the engine's noise has no state
     (`TransformersEngine`). A process that has not answered for 10 minutes, or 30 at its start, is
     killed and replaced in the same way. `rollout/engine_restarts` counts replacements. The run
-    stops if the process dies three times without a step in between.
+    stops if the process dies three times without a step in between, and at once with
+    `weight_transfer`, which keeps no copy of the weights.
 
     Args:
         engine: The engine to run; `VLLMEngine()` by default.
         weight_transfer: Way of the weights from the trainer's GPU to the engine's, by vLLM's
-            weight-transfer API, in place of shared memory. With `ipc` the engine is on the GPU of
-            the trainer's rank and reads its buffers by CUDA IPC. With `nccl` it is on a GPU of its
-            own, one after those of the trainer's ranks. Neither has run on a GPU.
+            weight-transfer API, in place of shared memory. With `nccl` it is on a GPU of its own,
+            one after those of the trainer's ranks. It has not run on a GPU.
 
     Raises:
         UsageError: the engine cannot receive weights in this way; in `start`: the run is not on
@@ -60,13 +53,11 @@ class ProcessEngine(RolloutEngine):
     """
 
     decodes_by_itself = True
-    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
-    """How an engine gets a GPU of its own."""
 
     def __init__(
         self,
         engine: RolloutEngine | None = None,
-        weight_transfer: Literal["ipc", "nccl"] | None = None,
+        weight_transfer: Literal["nccl"] | None = None,
     ) -> None:
         if engine is None:
             from lit_rlsched.engines.vllm import VLLMEngine
@@ -77,38 +68,16 @@ class ProcessEngine(RolloutEngine):
             inner = type(engine).__name__
             raise UsageError(f"`{name}(engine={inner}(...))`: one process is enough.")
         check_transfer(weight_transfer, engine, type(self).__name__)
+        super().__init__()
         self.engine = engine
         self.weight_transfer = engine.weight_transfer = weight_transfer
-        self.restarts = 0
-        """Number of times the process was replaced."""
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
-        self._child: Child | None = None
-        self._spec: EngineSpec | None = None
         self._transfer: WeightTransfer | None = None
         """Shared with the other engines of the run."""
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
-        self._irreplaceable = False
-        """Whether a new process could not get the weights that this one decodes with."""
-        self._deaths = 0
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the child, if there is one."""
-        return None if self._child is None else self._child.link.pid
-
-    @property
-    def trainer_address(self) -> str:
-        """Address of the trainer's node, as the engine's node knows it."""
-        return "127.0.0.1"
-
-    @property
-    def numbered_name(self) -> str:
-        """Name of the engine in messages."""
-        assert self._spec is not None
-        return self._spec.name
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -141,7 +110,7 @@ class ProcessEngine(RolloutEngine):
             held,
             handed_over=sent * self.cache_dtype(spec).itemsize,
             how_weights=held.how_weights + divided,
-            apart=spec.device.type == "cuda" and self.weight_transfer == "nccl",
+            apart=spec.device.type == "cuda" and self.weight_transfer is not None,
         )
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
@@ -155,7 +124,7 @@ class ProcessEngine(RolloutEngine):
         if self.weight_transfer is None:
             return
         ours = [engine for engine in engines if isinstance(engine, ProcessEngine)]
-        transfer = WeightTransfer(self.weight_transfer, spec, ours)
+        transfer = WeightTransfer(spec, ours)
         for engine in ours:
             engine._transfer = transfer
 
@@ -165,7 +134,7 @@ class ProcessEngine(RolloutEngine):
         if self.weight_transfer is not None and self._transfer is None:
             self.reserve(spec, [self])
         self._spec = replace(spec, policy=None)  # it loads its own weights
-        self._store = self._new_store()
+        self._store = self._transfer or self._new_store()
         self._deaths = 0
         try:
             try:
@@ -181,33 +150,22 @@ class ProcessEngine(RolloutEngine):
         engine = pickled_engine(self.engine)
         spec = self._spec
         give_back(spec.device)  # the trainer may have used the GPU since
-        self._child = Child(self.limit, spec.name, self._connect(spec))
+        self._child = self._connect(spec)
         if spec.device.type == "cuda" and spec.engines + spec.first_gpu > 1:
             spec = replace(spec, device=torch.device("cuda", 0))  # the first that it sees
         self.kv_block, self.kv_capacity = self._child.call("start", engine, spec)
-        if self._weights is None:
-            return
-        weights, version = self._weights
-        if isinstance(weights, SentWeights):
-            assert self._transfer is not None
-            self.forget_weights()  # it may die again
-            self._transfer.send(weights, [self])
-            self._weights = weights, version
-        else:
-            self._child.call("engine", "sync_weights", weights, version)
+        if self._weights is not None:
+            self._child.call("engine", "sync_weights", *self._weights)
 
-    def limit(self, starts: bool) -> float:
-        """Seconds for the process to start, or to answer, after which it counts as hanging."""
-        return START if starts else ANSWER
-
-    def _connect(self, spec: EngineSpec) -> Link:
+    def _connect(self, spec: EngineSpec) -> Child:
         """Start a process for the engine."""
         variables = variables_of(spec, self.tensor_parallel_size, os.environ)
-        return PipeLink(variables, cores_of(spec, available_cores()) if spec.engines > 1 else None)
+        cores = cores_of(spec, available_cores()) if spec.engines > 1 else None
+        return PipeChild(self.limit, spec.name, variables, cores)
 
     def _new_store(self) -> WeightsStore:
         """Make the place through which weights reach the process."""
-        return self._transfer or WeightsFile()
+        return WeightsFile()
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
@@ -233,16 +191,8 @@ class ProcessEngine(RolloutEngine):
         if not isinstance(named_tensors, HandedWeights):
             named_tensors = self.hand_over(named_tensors)
         self._weights = named_tensors, version
-        if not isinstance(named_tensors, SentWeights):
+        if self._transfer is None:
             self._insist("engine", "sync_weights", *self._weights)
-
-    def forget_weights(self) -> None:
-        """Give a process that replaces this one no weights before the next sync."""
-        self._weights, self._irreplaceable = None, False
-
-    def policy_changes(self) -> None:
-        if self._weights is not None and isinstance(self._weights[0], SentWeights):
-            self._weights, self._irreplaceable = None, True
 
     def stats(self) -> EngineStats:
         return self._insist("engine", "stats")
@@ -251,8 +201,6 @@ class ProcessEngine(RolloutEngine):
         return self._insist("engine", "now")
 
     def sleep(self) -> None:
-        if self.weight_transfer is not None:
-            self.forget_weights()  # a sync comes before the next request
         if self.alive:  # not after the process has died too often
             self._insist("engine", "sleep")
 
@@ -273,77 +221,3 @@ class ProcessEngine(RolloutEngine):
 
     def make_worker(self, admission: Admission) -> RemoteWorker:
         return RemoteWorker(self, admission)
-
-    @property
-    def alive(self) -> bool:
-        """Whether there is a process, or a dead one that can be replaced."""
-        return self._child is not None
-
-    @property
-    def child(self) -> Child:
-        """The engine's process.
-
-        Raises:
-            RunFailed: the engine is closed or was not started.
-        """
-        if self._child is None:
-            raise RuntimeError(CLOSED)
-        return self._child
-
-    def revive(self) -> None:
-        """Replace the process; the new one gets the weights of the last sync.
-
-        Raises:
-            RunFailed: the process has died too often, or its weights cannot be read again.
-        """
-        how = self.child.kill()
-        name = self.numbered_name
-        if self._irreplaceable:
-            self.close()
-            raise RunFailed(
-                f"The process of {name} {how} while the policy was trained, which has other "
-                f"weights now, and `weight_transfer={self.weight_transfer!r}` keeps no copy. "
-                "Resume from the last checkpoint, or leave `weight_transfer` out."
-            )
-        cause: Exception | None = None
-        while True:
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                self.close()
-                raise RunFailed(
-                    f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
-                    "from outside, memory may have run out: give the key-value cache less."
-                ) from cause
-            self.restarts += 1
-            warnings.warn(
-                f"The process of {name} {how}; another one takes its place and goes on from the "
-                f"tokens received (restart {self.restarts}).",
-                stacklevel=2,
-            )
-            try:
-                return self._launch()
-            except EngineDied:
-                how, cause = self.child.kill(), None
-            except Exception as error:  # the engine has started with these settings before
-                self.child.kill()
-                how, cause = f"did not start again ({error})", error
-
-    def stepped(self) -> None:
-        """Note that the process has made a step."""
-        self._deaths = 0
-
-    def _ask(self, *message: Any) -> Any:
-        """Ask the process, and replace it if it dies; it then has no requests."""
-        try:
-            return self.child.call(*message)
-        except EngineDied:
-            self.revive()
-            raise
-
-    def _insist(self, *message: Any) -> Any:
-        """Ask the process, and the one that replaces it, until there is an answer."""
-        while True:
-            with suppress(EngineDied):
-                answer = self._ask(*message)
-                self._deaths = 0
-                return answer

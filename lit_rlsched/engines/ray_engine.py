@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,24 +20,21 @@ import torch
 from lit_rlsched import __version__
 from lit_rlsched.engines import _ray_actor
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import LAUNCHER
+from lit_rlsched.engines.child import LAUNCHER, Child
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec, Footprint, Sizes
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.settings import RunFailed, UsageError
-from lit_rlsched.text import counted
 
 MIN_VERSION = (2, 59)
 """The first version that asks for a token by default, so that other users cannot run code."""
-UNREAD = 4
-"""Number of objects with answers that the actor may be ahead of the trainer."""
 LOST_NODE = 60.0
 """Seconds for which Ray may take a lost node for alive and place new actors there."""
 STARTUP = 300.0
 """Seconds for an actor to start, which imports the package and torch."""
 THREADS = 3
-"""Of the actor, beside the engine's: one streams answers, one takes messages, one waits."""
+"""Of the actor, beside the engine's: one returns answers, one takes messages, one waits."""
 
 
 class RayEngine(ProcessEngine):
@@ -61,7 +58,7 @@ class RayEngine(ProcessEngine):
             `OMP_NUM_THREADS` is set.
         timeout: Maximum seconds to wait until the cluster has the resources.
         weight_transfer: Way of the weights from GPU to GPU in place of Ray's object store; see
-            `ProcessEngine`. With `nccl` the cluster must leave the trainer's GPU out.
+            `ProcessEngine`. The cluster must leave the trainer's GPU out.
 
     Raises:
         UsageError: in `start`: Ray is missing or too old; there is no cluster, or it does not
@@ -85,7 +82,7 @@ class RayEngine(ProcessEngine):
         engine: RolloutEngine | None = None,
         resources: dict[str, float] | None = None,
         timeout: float = 50.0,
-        weight_transfer: Literal["ipc", "nccl"] | None = None,
+        weight_transfer: Literal["nccl"] | None = None,
     ) -> None:
         super().__init__(engine, weight_transfer)
         self.resources = {"CPU": 1.0} if resources is None else dict(resources)
@@ -99,8 +96,7 @@ class RayEngine(ProcessEngine):
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """As if the cluster had no GPU of the trainer's; on CPU, with all engines on one node."""
-        apart = spec.device.type == "cuda" and self.weight_transfer != "ipc"
-        return replace(super().footprint(spec, sizes), apart=apart)
+        return replace(super().footprint(spec, sizes), apart=spec.device.type == "cuda")
 
     def bundle(self, spec: EngineSpec) -> dict[str, float]:
         """Return the resources of one engine, by Ray's names."""
@@ -132,16 +128,16 @@ class RayEngine(ProcessEngine):
 
     def _launch(self) -> None:
         super()._launch()
-        assert isinstance(self.child.link, ActorLink)
-        if not (self.engine.virtual_clock or self.child.link.is_here):  # it has another clock
+        assert isinstance(self.child, ActorChild)
+        if not (self.engine.virtual_clock or self.child.is_here):  # it has another clock
             offset = time.monotonic() - self.child.call("engine", "now")
             self.child.call("engine", "__setattr__", "clock_offset", offset)
 
     @property
     def numbered_name(self) -> str:
         """Name of the engine in messages, with its address if it runs on another node."""
-        link = None if self._child is None else self._child.link
-        return super().numbered_name + (link.place if isinstance(link, ActorLink) else "")
+        place = self._child.place if isinstance(self._child, ActorChild) else ""
+        return super().numbered_name + place
 
     @property
     def trainer_address(self) -> str:
@@ -149,9 +145,9 @@ class RayEngine(ProcessEngine):
 
         return str(ray.util.get_node_ip_address())
 
-    def _connect(self, spec: EngineSpec) -> "ActorLink":
+    def _connect(self, spec: EngineSpec) -> "ActorChild":
         assert self._reservation is not None
-        return ActorLink(self._reservation, spec)
+        return ActorChild(self.limit, self._reservation, spec)
 
     def _new_store(self) -> ObjectStore:
         return ObjectStore()
@@ -174,12 +170,13 @@ class Reservation:
 
         self.group: Any = placement_group([self.bundle] * engines, strategy="SPREAD")
         if not self.group.wait(timeout):
-            why = missing(self.bundle, engines)
             self._remove()
+            wanted = " + ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
             raise RunFailed(
-                f"`RayEngine`: the Ray cluster has no room for {engines} x {_say(self.bundle)} "
-                f"after {timeout:g} s: {why}. Start Ray on more nodes, or change `num_engines`, "
-                "`tensor_parallel_size` or `RayEngine(resources=...)`."
+                f"`RayEngine`: the Ray cluster has no room for {engines} x {wanted} after "
+                f"{timeout:g} s (`ray status` shows what it has and who uses it). Start Ray on "
+                "more nodes, or change `num_engines`, `tensor_parallel_size` or "
+                "`RayEngine(resources=...)`."
             )
 
     def node(self, index: int) -> str:
@@ -268,44 +265,22 @@ def _address_of_this_node() -> str | None:
         return None
 
 
-def missing(bundle: Mapping[str, float], engines: int) -> str:
-    """Return why the connected cluster has no room for so many engines."""
-    import ray
+class ActorChild(Child):
+    """An engine in a Ray actor."""
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(
-        min(int(node.get(name, 0) / amount + 1e-6) for name, amount in bundle.items())
-        for node in nodes
-    )
-    if room >= engines:
-        free = ray.available_resources()
-        return f"others use it ({_say({name: free.get(name, 0) for name in bundle})} are free)"
-    held = {name: sum(node.get(name, 0) for node in nodes) for name in bundle}
-    where = counted(len(nodes), "node")
-    return f"it has {where} with {_say(held)} in all, which is enough for {room}"
-
-
-def _say(resources: Mapping[str, float]) -> str:
-    return " + ".join(f"{amount:g} {name}" for name, amount in resources.items())
-
-
-class ActorLink:
-    """The connection to an engine in a Ray actor."""
-
-    def __init__(self, reservation: Reservation, spec: EngineSpec) -> None:
+    def __init__(
+        self, limit: Callable[[bool], float], reservation: Reservation, spec: EngineSpec
+    ) -> None:
+        super().__init__(limit, spec.name)
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.closed = self._killed = False
-        self.pid: int | None = None
+        self._killed = False
         self._node = self._address = ""
         self._placed_on = partial(reservation.node, spec.index)
         self._sent = 0
-        self._unsent: list[tuple[Any, ...]] = []
-        """Messages for an actor that does not run yet."""
-        self._stream: Any = None
         self._batch: Any = None
-        """Reference of answers that were not read yet."""
+        """Reference of the next answers."""
         self._answers: deque[bytes | None] = deque()
         self._how = "died"
         """How the actor ended."""
@@ -338,27 +313,22 @@ class ActorLink:
         """Where the actor runs, for messages; empty on the trainer's node."""
         return "" if self.is_here or not self._address else f" on {self._address}"
 
-    def send(self, message: tuple[Any, ...]) -> None:
-        if self._hello is not None:
-            self._unsent.append(message)
-            return
+    def post(self, message: tuple[Any, ...]) -> None:
+        self._greet()
         self._actor.tell.remote(self._sent, message)
         self._sent += 1
 
-    def receive(self) -> Any:
+    def take(self) -> Any:
         import ray
         from ray.exceptions import ObjectLostError, RayActorError
 
         try:
-            self._greet()
             while not self._answers:
                 if self._batch is None:
-                    self._batch = self._next()
+                    self._batch = self._actor.answers.remote()
                 self._answers.extend(ray.get(self._batch))
-                self._batch = None
+                self._batch = self._actor.answers.remote()  # they come while these are read
         except (RayActorError, ObjectLostError) as error:
-            if getattr(error, "actor_init_failed", False):
-                self._how = f"could not be created ({str(error).splitlines()[-1]})"
             raise EOFError from error
         answer = self._answers.popleft()
         if answer is None:
@@ -366,30 +336,21 @@ class ActorLink:
         return pickle.loads(answer)
 
     def _greet(self) -> None:
-        """Wait until the actor runs, and refuse another version of the package."""
-        if self._hello is None:
-            return
-        version, self._node, self._address, self.pid = self._first_answer()
-        self._hello = None
-        if version != __version__:
-            raise RunFailed(
-                f"`RayEngine`: {self._placed_on()} has "
-                f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the trainer "
-                f"{__version__}. Install the same version on every node."
-            )
-        for message in self._unsent:
-            self.send(message)
+        """Wait until the actor runs, and refuse another version of the package.
 
-    def _first_answer(self) -> Any:
-        """Wait until the actor runs, and create it again where it was on a node that is lost."""
+        Where it was on a node that is lost, it is created again.
+        """
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
         began = time.monotonic()
-        while True:
+        while self._hello is not None:
             try:
-                return ray.get(self._hello, timeout=STARTUP)
+                hello = ray.get(self._hello, timeout=STARTUP)
+                version, self._node, self._address, self.pid = hello
+                self._hello = None
             except GetTimeoutError:
+                self.kill()
                 raise RunFailed(
                     f"`RayEngine`: an actor on {self._placed_on()} does not start within "
                     f"{STARTUP:g} s. Ray's logs on that node (`/tmp/ray/session_latest/logs`) say "
@@ -397,32 +358,29 @@ class ActorLink:
                 ) from None
             except RayActorError as error:
                 time.sleep(1.0)
+                if error.actor_init_failed:
+                    self._how = f"could not be created ({str(error).splitlines()[-1]})"
                 late = time.monotonic() - began > LOST_NODE
                 if late or error.actor_init_failed or self._killed:
-                    raise
-            self._actor = self._create()
-            self._hello = self._actor.hello.remote()
-
-    def _next(self) -> Any:
-        """Return the reference of the next answers; a stream ends after many."""
-        while True:
-            if self._stream is None:
-                self._stream = self._actor.answers.options(
-                    num_returns="streaming", _generator_backpressure_num_objects=UNREAD
-                ).remote()
-            with suppress(StopIteration):
-                return next(self._stream)
-            self._stream = None
+                    raise ConnectionError from error
+                self._actor = self._create()
+                self._hello = self._actor.hello.remote()
+            else:
+                if version != __version__:
+                    self.kill()
+                    raise RunFailed(
+                        f"`RayEngine`: {self._placed_on()} has "
+                        f"{f'lit-rlsched {version}' if version else 'no lit-rlsched'}, and the "
+                        f"trainer {__version__}. Install the same version on every node."
+                    )
 
     def wait(self, seconds: float) -> None:
-        if self._hello is not None:  # it was told nothing yet
-            return
         import ray
 
         with suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             ray.get(self._actor.wait.remote(), timeout=seconds)
 
-    def kill(self) -> None:
+    def strike(self) -> None:
         import ray
 
         self._killed = True
@@ -433,7 +391,6 @@ class ActorLink:
                 os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> str:
-        self.kill()
-        self.closed = True
-        self._stream = self._batch = None
+        self.strike()
+        self._batch = None
         return self._how

@@ -4,9 +4,8 @@ from array import array
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
-from lit_rlsched.engines.child import Child, HasChild
+from lit_rlsched.engines.child import Child, ReplacedEngine
 from lit_rlsched.engines.rollout_worker import EngineWorker
 from lit_rlsched.engines.spec import EngineDied
 from lit_rlsched.scheduling.admission import Admission
@@ -26,15 +25,11 @@ class RemoteWorker(EngineWorker):
     `ahead_steps`.
 
     This class knows every request that runs or waits, with the tokens reported so far: when the
-    process dies, the next process continues from them.
-
-    Args:
-        engine: A started engine.
-        admission: Decides which waiting request takes a free slot. It stays in its initial state:
-            a copy in the engine's process does the work.
+    process dies, the next process continues from them. The admission stays in its initial state: a
+    copy in the engine's process does the work.
     """
 
-    def __init__(self, engine: HasChild, admission: Admission) -> None:
+    def __init__(self, engine: ReplacedEngine, admission: Admission) -> None:
         super().__init__(admission)
         self.engine = engine
         self.ahead_steps = 0
@@ -44,10 +39,10 @@ class RemoteWorker(EngineWorker):
         """Tokens of each request since it was submitted."""
         self._running: set[str] = set()
         self._ahead = False
-        self._state: Literal["idle", "one step", "ahead", "halting"] = "idle"
-        """What the worker was told last: to make a step, to run ahead, or to stop that."""
-        self._granted = 0
-        """Steps that it may make, or has made, ahead of those taken."""
+        self._granted: int | None = None
+        """Steps that it may make, or has made, beyond those taken; None: it was told to stop."""
+        self._halting = False
+        """Whether its answer to that is still to come."""
         self._left: int | None = None
         """Number of steps that may be taken before the next `allow`."""
         self._version = 0
@@ -104,8 +99,7 @@ class RemoteWorker(EngineWorker):
                 break
             except EngineDied:
                 self._revive()
-        if self._state == "one step":
-            self._state = "idle"
+        assert self._granted is not None
         self._granted -= 1
         self.engine.stepped()
         if self._left is not None:
@@ -129,25 +123,19 @@ class RemoteWorker(EngineWorker):
 
     def _ask(self) -> None:
         """Make sure that a step will come, and keep a worker that runs ahead going."""
-        child = self.engine.child
-        if not self._ahead:
-            if self._state == "idle":
-                child.ask("advance")
-                self._state = "one step"
-            return
-        most = LEAD if self._left is None else min(LEAD, self._left)
-        if self._state == "idle":
-            child.ask("ahead", most)
-            self._state = "ahead"
-        elif most - self._granted >= LEAD // 2 or self._granted == 0:
-            child.tell("allow", most - self._granted)
+        lead = LEAD if self._ahead else 1
+        most = lead if self._left is None else min(lead, self._left)
+        if self._granted is None:
+            self.engine.child.ask("steps", most)
+        elif self._granted == 0 or most - self._granted >= LEAD // 2:
+            self.engine.child.tell("allow", most - self._granted)
         else:
             return
         self._granted = most
 
     def allow(self, steps: int | None) -> None:
         self._left = steps
-        if self._state == "ahead" and steps is not None and self._granted > steps:
+        if self._granted is not None and steps is not None and self._granted > steps:
             try:  # it had no requests for the steps that were allowed before
                 self.engine.child.tell("allow", steps - self._granted)
                 self._granted = steps
@@ -155,53 +143,37 @@ class RemoteWorker(EngineWorker):
                 self._revive()
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
-        """Drop these requests, or all that run or wait.
-
-        Returns:
-            Tokens that no event has reported yet; none if the worker ran ahead.
-        """
-        every = request_ids is None
+        """Drop these requests, or all that run or wait, with all tokens that were not reported."""
         asked = list(self._requests) if request_ids is None else request_ids
         ids = [name for name in asked if name in self._requests]
-        unreported: list[Event] = []
-        died, ahead = False, self._state in ("ahead", "halting")
-        if not ahead:
-            self._state = "idle"
-        if ids and not ahead and self.engine.alive:
-            try:
-                unreported = self.engine.child.call("worker", "abort", None if every else ids)
-            except EngineDied:
-                died = True
-        more = {event.request_id: len(event.token_ids) for event in unreported}
         for name in ids:
             if name in self._running:
-                self.trace.left(name, self._now, len(self._reported[name]) + more.get(name, 0))
+                self.trace.left(name, self._now, len(self._reported[name]))
             self._forget(name)
-        if died:
-            self._revive()
-        elif ahead and self.engine.alive:
-            if every:
-                self._halt()
-            else:
-                self._tell("abort", ids)
-        return unreported
+        if not self.engine.alive:
+            return []
+        if request_ids is None:
+            self._halt()
+        elif ids:
+            self._tell("abort", ids)
+        return []
 
     def _forget(self, request_id: str) -> None:
         del self._requests[request_id], self._reported[request_id]
         self._running.discard(request_id)
 
     def stop(self) -> None:
-        if self._state == "ahead" and self.engine.alive:
+        if self.engine.alive and not self._halting:
             with suppress(EngineDied):  # `abort` finds out too
                 self.engine.child.ask("halt")
-                self._state = "halting"
+                self._halting = True
 
     def _halt(self) -> None:
-        """Stop a worker that runs ahead, and drop what it has drawn."""
+        """Stop the worker, and drop what it has drawn."""
         try:
             self.stop()
-            self._state = "idle"
             self.engine.child.answer(self._count_ahead)
+            self._granted, self._halting = None, False
         except EngineDied:
             self._revive()
 
@@ -217,19 +189,15 @@ class RemoteWorker(EngineWorker):
 
     def _revive(self) -> None:
         """Start another process, and resume all requests from the tokens reported."""
-        self._forget_process()
-        self.engine.revive()
-        self._set_up()
-
-    def _forget_process(self) -> None:
-        """Prepare all requests to go on in another process."""
-        self._state = "idle"
+        self._granted, self._halting = None, False
         for name in self._running:
             self.trace.left(name, self._now, len(self._reported[name]))
         self._running.clear()
         names = sorted(self._requests, key=lambda name: not self._reported[name])  # begun first
         self._requests = {name: self._resumed(name) for name in names}
         self._reported = {name: no_ids() for name in names}
+        self.engine.revive()
+        self._set_up()
 
     def _resumed(self, request_id: str) -> Request:
         request, drawn = self._requests[request_id], self._reported[request_id]

@@ -29,7 +29,7 @@ class SimulatedEngine(SlotEngine):
     Args:
         lengths: A function from a request to the length of its completion, such as
             `LogNormalLengths` (the default), or a trace that `TraceLengths` accepts. A function
-            with a method `token_ids(request)`, such as `RecordedCompletions`, also gives tokens.
+            with a method `token_ids(request)`, which returns a list, also gives tokens.
         step_time_base: Seconds of every step, to read the weights and launch kernels.
         per_running: Seconds per step for each running request.
         per_kv_token: Seconds per step for each token in the key-value cache.

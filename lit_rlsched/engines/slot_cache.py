@@ -1,7 +1,7 @@
 """Key-value cache with a slot per running request, and attention over it in a decode step."""
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,21 +35,14 @@ class SlotCache:
         self._targets = [slot for slots in targets for slot in slots]
         self._source = [row for row, slots in enumerate(targets) for _ in slots]
 
-    def decode(self, positions: Tensor, length: int, slots: list[int] | None = None) -> None:
-        """Prepare for the tokens of some slots, by default the first, at `positions`, `[B, T]`.
+    def decode(self, positions: Tensor, length: int) -> None:
+        """Prepare for a token of each of the first slots, at `positions`, `[B]`.
 
-        The largest position is `length - 1`. Earlier entries there are overwritten.
+        The largest position is `length - 1`.
         """
         self._targets, self._length = None, length
         self._positions = positions
-        self._slots_used = slice(len(positions)) if slots is None else slots
-        device = positions.device  # in a decode step, nothing is copied from the host
-        if slots is None:
-            rows = torch.arange(len(positions), device=device)
-        else:
-            rows = torch.tensor(slots, device=device)
-        self._rows = rows[:, None]
-        self._num_rows = len(positions) if slots is None else max(slots) + 1
+        self._rows = torch.arange(len(positions), device=positions.device)
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy the first `length` positions; no slot may be both source and target."""
@@ -65,10 +58,10 @@ class SlotCache:
             for tensor, new in zip(room, (keys, values), strict=True):
                 tensor[self._targets, :, :length] = new[self._source]
             return keys, values
-        room = self._room(layer, keys, values, self._num_rows, length)
+        room = self._room(layer, keys, values, len(self._rows), length)
         for tensor, new in zip(room, (keys, values), strict=True):
-            tensor[self._rows, :, self._positions] = new.transpose(1, 2)
-        return room[0][self._slots_used, :, :length], room[1][self._slots_used, :, :length]
+            tensor[self._rows, :, self._positions] = new[:, :, 0]
+        return room[0][: len(self._rows), :, :length], room[1][: len(self._rows), :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -93,30 +86,6 @@ class SlotCache:
             padding = (0, 0, 0, more_length, 0, 0, 0, more_rows)
             self._layers[layer] = stored = tuple(pad(tensor, padding) for tensor in stored)
         return stored
-
-
-class Parked:
-    """Which slots keep the cache of requests that have left and may come back."""
-
-    def __init__(self, slots: Iterable[int]) -> None:
-        self._free = [*slots]
-        self._kept: dict[str, tuple[int, list[int]]] = {}
-
-    def keep(self, request_id: str, tokens: list[int]) -> int:
-        """Return the slot to copy the cache of a request to, for these tokens."""
-        if not self._free:
-            self._free.append(self._kept.pop(next(iter(self._kept)))[0])
-        slot = self._free.pop()
-        self._kept[request_id] = slot, tokens
-        return slot
-
-    def take(self, request_id: str, context: list[int]) -> tuple[int, int]:
-        """Free a request's slot; return it and how many tokens of this context are there."""
-        if request_id not in self._kept:
-            return -1, 0
-        slot, tokens = self._kept.pop(request_id)
-        self._free.append(slot)
-        return slot, len(tokens) if context[: len(tokens)] == tokens else 0
 
 
 def _capacity(have: int, need: int, most: int) -> int:
@@ -171,13 +140,11 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the positions of all query heads of a key head in one."""
-    batch, heads, length = query.shape[:3]
+    """Attention of one position, with all query heads of a key head in one."""
+    batch, heads = query.shape[:2]
     query = query.reshape(batch, key.shape[1], -1, query.shape[-1])
-    if length > 1:  # else it is the same for all query heads
-        attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     out = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, heads, length, -1).transpose(1, 2), None
+    return out.reshape(batch, heads, 1, -1).transpose(1, 2), None
 
 
 AttentionInterface.register("lit_rlsched_decode", _attend)

@@ -67,8 +67,6 @@ class EngineSpec:
     """Number of engines of the run, which share the node's devices or cores equally."""
     first_gpu: int = 0
     """The first of the node's GPUs for engines. The GPUs before it are the trainer's alone."""
-    returns: bool = False
-    """Whether requests that have ended may come back with more tokens, those of tools."""
 
     def __post_init__(self) -> None:
         if os.path.isdir(self.model):

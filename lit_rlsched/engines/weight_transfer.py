@@ -1,18 +1,16 @@
 """Sends weights from the trainer's GPU to those of engines, with vLLM's weight-transfer API.
 
 vLLM's own trainer side (`TrainerWeightTransferEngine`) is not used: 0.27.1 has none and 0.33 has
-another one than 0.32, what it sends cannot be broken off when an engine dies, and over CUDA IPC all
-ranks of the trainer call it, while here rank 0 leads. The calls in the engine's process are in
-`_vllm_worker.py`. Nothing here has run on a GPU; the lines that need one are `_open`, `_broadcast`
-and `handle_of`.
+another one than 0.32, and what it sends cannot be broken off when an engine dies. The calls in the
+engine's process are in `_vllm_worker.py`. Nothing here has run on a GPU; the lines that need one
+are `_open` and `_broadcast`.
 """
 
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,7 +21,7 @@ from torch import Tensor
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_worker import gpu_of, open_group
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import Child, HasChild
+from lit_rlsched.engines.child import ReplacedEngine
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
@@ -38,8 +36,7 @@ from lit_rlsched.ranks import Team
 from lit_rlsched.settings import UsageError
 
 GRACE = 10.0
-"""Seconds for the other engines to answer after one has died. Engines that still wait for it in
-NCCL are replaced too."""
+"""Seconds to find out which engine has died after something else failed."""
 
 
 def pack(group: Iterable[Named], last: bool) -> PackedWeights:
@@ -55,218 +52,112 @@ def pack(group: Iterable[Named], last: bool) -> PackedWeights:
 
 
 def packed_weights(
-    named: Iterable[Named], dtype: torch.dtype, gpus: Collection[str], team: Team
+    named: Iterable[Named], dtype: torch.dtype, team: Team
 ) -> Iterator[PackedWeights]:
-    """Pack weights into buckets on each rank; the leader yields every bucket.
-
-    For CUDA IPC, every rank on one of `gpus` fills a buffer of its own and keeps it until the
-    leader asks for the next bucket.
-    """
+    """Gather weights bucket by bucket on all ranks; the leader packs and yields them."""
     for group, last in buckets(rounded(named, dtype)):
-        exports = bool(gpus) and gpu_of(group[0][1].device) in gpus
-        packed = pack(group, last) if team.leads or exports else None
+        packed = pack(group, last) if team.leads else None
         group.clear()  # a gathered tensor is not needed any more
-        if gpus:
-            own = handle_of(packed.data) if exports and packed is not None else {}
-            handles = {gpu: h for of_rank in team.all_gather(own) for gpu, h in of_rank.items()}
-            packed = packed and replace(packed, handles=handles)
         if packed is not None:
             yield packed
-        if gpus:
-            team.all_gather(None)  # the engines have read the bucket
-    if gpus:
-        torch.cuda.ipc_collect()
-
-
-def handle_of(data: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Export a tensor by CUDA IPC; return what another process opens it with, by UUID."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    _, arguments = reduce_tensor(data)
-    return {gpu_of(data.device): arguments}
-
-
-@dataclass(frozen=True)
-class SentWeights(HandedWeights):
-    """Weights that the engines have. They are sent again to one that is replaced."""
-
-    source: WeightSource
-    dtype: torch.dtype
-
-    def __iter__(self) -> Iterator[Named]:
-        return iter(self.source)
-
-
-class SomeDied(Exception):
-    """Engines died while weights were sent."""
-
-    def __init__(self, engines: Sequence[HasChild]) -> None:
-        super().__init__()
-        self.engines = engines
 
 
 class WeightTransfer(WeightsStore):
     """Sends weights to all engines of a run, bucket by bucket.
 
-    With `ipc`, engines read the buffers of the ranks on their GPUs; with `nccl`, rank 0 broadcasts
-    to engines on GPUs of their own, on any node. A sync asks all engines first whether they are
-    ready. Then all ranks gather a bucket and finish it, and each engine is sent one message for it.
-    If engines die, the trainer replaces them and sends everything to all engines again.
+    Rank 0 broadcasts by NCCL to engines on GPUs of their own, on any node. A sync asks all engines
+    first whether they are ready. Then all ranks gather a bucket and finish it, and each engine is
+    sent one message for it. An engine that dies ends the run.
     """
 
-    def __init__(self, kind: str, spec: EngineSpec, engines: Sequence[HasChild]) -> None:
-        self._nccl, self._engines, self._device = kind == "nccl", engines, spec.device
-        self._setting = f"`{type(engines[0]).__name__}(weight_transfer={kind!r})`"
+    def __init__(self, spec: EngineSpec, engines: Sequence[ReplacedEngine]) -> None:
+        self._engines, self._device = engines, spec.device
+        self._setting = f"`{type(engines[0]).__name__}(weight_transfer='nccl')`"
         if spec.device.type != "cuda":
             raise UsageError(
                 f"{self._setting}: the run is on {spec.device.type}, and this sends weights from "
                 "GPU to GPU. Leave `weight_transfer` out."
             )
-        self._lock = threading.Lock()  # engines may be replaced in several threads
-        self._met: list[Child] = []
-        """Processes of the engines that are connected."""
         self._group: Any = None
 
-    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> SentWeights:
-        """Send the weights to all engines."""
-        if not isinstance(named_tensors, WeightSource):  # one may have to be replaced
-            raise UsageError(f"{self._setting}: weights must come from a `WeightSource`.")
-        assert dtype is not None
-        for engine in self._engines:
-            engine.forget_weights()  # one that is replaced meanwhile gets the new ones
-        sent = SentWeights(named_tensors, dtype)
-        self.send(sent, self._engines)
-        return sent
-
-    def send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
-        """Send weights to these engines and wait until they are loaded."""
-        with self._lock, self._on_device():
-            while True:
-                try:
-                    return self._send(weights, engines)
-                except SomeDied as died:
-                    results([in_thread(engine.revive) for engine in died.engines])
+    def write(self, named_tensors: Weights, dtype: torch.dtype | None = None) -> HandedWeights:
+        """Send the weights to all engines and wait until they are loaded."""
+        assert isinstance(named_tensors, WeightSource) and dtype is not None
+        with torch.no_grad(), torch.cuda.device(self._device):
+            gpus = self._ask([("gpus",)] * len(self._engines))  # all workers answer: all are ready
+            if self._group is None:
+                self._check_gpus(gpus)
+                self._meet([len(own) for own in gpus])
+            with closing(named_tensors.packed(dtype)) as packed:
+                for number, bucket in enumerate(packed):
+                    message = "receive_weights", bucket.described, number == 0, bucket.last
+                    self._ask([message] * len(gpus), partial(self._broadcast, bucket.data))
+        return HandedWeights()
 
     def close(self) -> None:
         """Disconnect the engines; a broadcast that waits for one ends."""
-        self._met = []
         group, self._group = self._group, None
         if group is not None:
             group.destroy()
 
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Make the trainer's device the current one of this thread."""
-        with torch.no_grad(), torch.cuda.device(self._device):
-            yield
-
-    def _send(self, weights: SentWeights, engines: Sequence[HasChild]) -> None:
-        gpus = self._ask(engines, [("gpus",)] * len(engines))  # every worker answers: all are ready
-        if [engine.child for engine in engines] != self._met:
-            self.close()
-            self._check_gpus(engines, gpus)
-            self._meet(engines, [len(own) for own in gpus])
-            self._met = [engine.child for engine in engines]
-        readers = [] if self._nccl else [gpu for own in gpus for gpu in own]
-        first = True
-        with closing(weights.source.packed(weights.dtype, readers)) as packed:
-            for bucket in packed:
-                self._pass_on(bucket, engines, gpus, first)
-                first = False
-        for engine in engines:
-            engine.stepped()
-
-    def _check_gpus(self, engines: Sequence[HasChild], gpus: list[list[str]]) -> None:
-        """Refuse engines that share a GPU, with each other or with NCCL's rank 0."""
+    def _check_gpus(self, gpus: list[list[str]]) -> None:
+        """Refuse engines that share a GPU, with each other or with rank 0."""
         trainer, seen = gpu_of(self._device), dict[str, str]()
-        for engine, own in zip(engines, gpus, strict=True):
+        for engine, own in zip(self._engines, gpus, strict=True):
             for gpu in own:
                 if gpu in seen:
                     raise UsageError(
                         f"{self._setting}: {seen[gpu]} and {engine.numbered_name} are both on "
-                        f"{gpu}, and vLLM's weight transfer takes each GPU once. Lower "
-                        "`num_engines`, or leave `weight_transfer` out."
+                        f"{gpu}, and NCCL takes each GPU once. Lower `num_engines`, or leave "
+                        "`weight_transfer` out."
                     )
-                if self._nccl and gpu == trainer:
+                if gpu == trainer:
                     raise UsageError(
                         f"{self._setting}: {engine.numbered_name} is on {gpu}, the trainer's own "
-                        f"GPU, and NCCL takes each GPU once. {engine.gpus_advice}, or use "
-                        "`weight_transfer='ipc'`."
+                        f"GPU, and NCCL takes each GPU once. {engine.gpus_advice}, or "
+                        "leave `weight_transfer` out."
                     )
                 seen[gpu] = engine.numbered_name
 
-    def _meet(self, engines: Sequence[HasChild], sizes: list[int]) -> None:
-        """Connect the trainer with these engines, which have so many workers."""
-        if not self._nccl:
-            self._ask(engines, [("join_transfer", {})] * len(engines))
-            return
+    def _meet(self, sizes: list[int]) -> None:
+        """Connect the trainer with the engines, which have so many workers."""
         guest.import_vllm()  # not in a thread, where a module may not set signal handlers
-        address = engines[0].trainer_address
+        address = self._engines[0].trainer_address
         with socket.socket() as probe:
             probe.bind((address, 0))
             port = int(probe.getsockname()[1])
         *offsets, world = accumulate(sizes, initial=1)  # rank 0 is the trainer
         common = {"master_address": address, "master_port": port, "world_size": world}
         messages = [("join_transfer", {**common, "rank_offset": offset}) for offset in offsets]
-        self._ask(engines, messages, partial(self._open, common))
+        self._ask(messages, partial(self._open, common))
 
     def _open(self, where: dict[str, Any]) -> None:
-        with self._on_device():
+        with torch.cuda.device(self._device):  # of this thread
             self._group = open_group(where)
 
-    def _pass_on(
-        self,
-        bucket: PackedWeights,
-        engines: Sequence[HasChild],
-        gpus: list[list[str]],
-        first: bool,
-    ) -> None:
-        """Send a bucket and wait until it is loaded."""
-        update = bucket.described
-        if not self._nccl:
-            for engine, own in zip(engines, gpus, strict=True):
-                if missing := [gpu for gpu in own if gpu not in bucket.handles]:
-                    raise UsageError(
-                        f"{self._setting}: no rank of the trainer is on {missing[0]}, the GPU of "
-                        f"{engine.numbered_name}. Train on as many `devices` as there are GPUs of "
-                        "engines, or use `weight_transfer='nccl'` with engines on GPUs of their "
-                        "own."
-                    )
-            update |= {"tensor_sizes": bucket.sizes, "ipc_handles": bucket.handles}
-        messages = [("receive_weights", update, first, bucket.last)] * len(engines)
-        self._ask(engines, messages, partial(self._broadcast, bucket.data) if self._nccl else None)
-
     def _broadcast(self, data: Tensor) -> None:
-        with self._on_device():
+        with torch.no_grad(), torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # one that never ends must not hold up the trainer's
             self._group.broadcast(data, src=0, stream=stream)
             stream.synchronize()
 
     def _ask(
-        self,
-        engines: Sequence[HasChild],
-        messages: Sequence[tuple[Any, ...]],
-        meanwhile: Callable[[], object] | None = None,
+        self, messages: Sequence[tuple[Any, ...]], meanwhile: Callable[[], None] | None = None
     ) -> list[Any]:
         """Ask each engine, while `meanwhile` runs in another thread; return the answers."""
         calls = [
             in_thread(engine.child.call, "engine", *message)
-            for engine, message in zip(engines, messages, strict=True)
+            for engine, message in zip(self._engines, messages, strict=True)
         ]
-        own = [in_thread(meanwhile)] if meanwhile is not None else []
-        done, _ = wait([*calls, *own], return_when=FIRST_EXCEPTION)
+        every = [*calls, in_thread(meanwhile)] if meanwhile else calls
+        done, _ = wait(every, return_when=FIRST_EXCEPTION)
         if any(call.exception() for call in done):
             self.close()  # what is under way ends
             wait(calls, timeout=GRACE)
-            if any(call.done() and isinstance(call.exception(), EngineDied) for call in calls):
-                for engine, call in zip(engines, calls, strict=True):
-                    if not call.done():
-                        engine.child.link.kill()
-                wait(calls)
-            ended = [(e, c.exception()) for e, c in zip(engines, calls, strict=True) if c.done()]
-            if died := [engine for engine, error in ended if isinstance(error, EngineDied)]:
-                raise SomeDied(died)
-        return results([call for call in (*calls, *own) if call.done()])[: len(calls)]
+        for engine, call in zip(self._engines, calls, strict=True):
+            if call.done() and isinstance(call.exception(), EngineDied):
+                engine.revive()  # which says how it ended
+        return [call.result() for call in every if call.done()][: len(calls)]
 
 
 def check_transfer(setting: str | None, engine: RolloutEngine, owner: str) -> None:
@@ -298,9 +189,3 @@ def in_thread(call: Callable[..., Any], *args: Any) -> Future[Any]:
 
     threading.Thread(target=run, daemon=True, name="weight-transfer").start()
     return future
-
-
-def results(calls: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of calls, or raise the first error once all have ended."""
-    wait(calls)
-    return [call.result() for call in calls]

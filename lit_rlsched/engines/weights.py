@@ -2,12 +2,11 @@
 
 import os
 import tempfile
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ STORED = 64 * 2**20
 """Maximum bytes of weights in an object of Ray's store; a larger tensor is alone in one."""
 
 
-class HandedWeights(ABC):
-    """Named tensors that another process can read."""
+class HandedWeights:
+    """Named tensors that another process can read; none, if it has been sent them."""
 
-    @abstractmethod
     def __iter__(self) -> Iterator[Named]:
         """Yield names and tensors, without a copy where the memory is shared."""
+        return iter(())
 
 
 class WeightsStore(ABC):
@@ -109,23 +108,13 @@ class StoredWeights(HandedWeights):
     def __iter__(self) -> Iterator[Named]:
         import ray
 
-        references = [reference for reference, _ in self.buckets]
-        # the node fetches the next ones while one is loaded
-        threading.Thread(target=_fetch, args=(references,), daemon=True).start()
-        for reference, index in self.buckets:
-            for array, (name, dtype, shape) in zip(ray.get(reference), index, strict=True):
+        fetched = ray.get([reference for reference, _ in self.buckets])
+        for arrays, (_, index) in zip(fetched, self.buckets, strict=True):
+            for array, (name, dtype, shape) in zip(arrays, index, strict=True):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # it can only be read
                     bytes_ = torch.from_numpy(array)
                 yield name, bytes_.view(dtype).view(shape)
-
-
-def _fetch(references: Sequence[Any]) -> None:
-    """Wait until objects are on this node; who reads them says what is wrong with one."""
-    import ray
-
-    with suppress(ray.exceptions.RayError, ValueError):
-        ray.wait(references, num_returns=len(references))
 
 
 class ObjectStore(WeightsStore):
@@ -183,14 +172,6 @@ class PackedWeights:
     """Their bytes, one tensor after the other, `[bytes]`."""
     last: bool
     """Whether no bucket follows."""
-    handles: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """CUDA IPC handles of this buffer, and of the same on other ranks, by UUID of the GPU."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
-        pairs = zip(self.dtypes, self.shapes, strict=True)
-        return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
 
     @property
     def described(self) -> dict[str, Any]:
@@ -207,16 +188,8 @@ class WeightSource(ABC):
         """Yield the whole tensors under their checkpoint names."""
 
     @abstractmethod
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
-        """Yield the same tensors in buckets.
-
-        Args:
-            dtype: Precision of the engines; see `WeightsStore.write`.
-            gpus: UUIDs of the GPUs on which engines read the buckets by CUDA IPC; empty if they do
-                not.
-        """
+    def packed(self, dtype: torch.dtype) -> Generator[PackedWeights, None, None]:
+        """Yield the same tensors in buckets; `dtype` is that of `WeightsStore.write`."""
 
 
 def buckets(named: Iterable[Named], limit: int = BUCKET) -> Iterator[tuple[list[Named], bool]]:

@@ -38,22 +38,21 @@ class OpenEnv:
         from websockets.sync.client import connect
 
         self._total, self._done, self._lost = 0.0, False, False
-        begin = {"seed": seed, **row}
         used = self._socket is not None
-        for again in (used, False):  # the server may have started anew since the last episode
-            self._socket = self._socket or connect(_websocket(self.url), max_size=MAX_MESSAGE)
-            try:
-                return _text(self._ask("reset", begin)["observation"])
-            except (ConnectionClosed, OSError):
-                self._leave()
-                if not again:
-                    raise
-            except RuntimeError:
-                self._leave()
+        address = f"ws{self.url.removeprefix('http').rstrip('/')}/ws"
+        self._socket = self._socket or connect(address, max_size=MAX_MESSAGE)
+        try:
+            return _text(self._ask("reset", {"seed": seed, **row})["observation"])
+        except (ConnectionClosed, OSError):
+            if not used:
                 raise
-        raise AssertionError
+            return self.reset(seed, **row)  # the server may have started anew meanwhile
+        except RuntimeError:
+            self._leave()
+            raise
 
     def _step(self, action: Mapping[str, Any]) -> str:
+        """Act, and return the observation."""
         if self._done:
             raise ValueError("The episode is over.")
         if self._socket is None:
@@ -196,11 +195,8 @@ def _whole(schema: Any, kinds: Mapping[str, Any], inside: tuple[str, ...] = ()) 
     return {**_whole(kinds[name], kinds, (*inside, name)), **parts}
 
 
-def _websocket(url: str) -> str:
-    return f"ws{url.removeprefix('http').rstrip('/')}/ws"
-
-
 def _text(observation: Any) -> str:
+    """Return an observation as a text: its field, if that is one text, else JSON."""
     fields = observation if isinstance(observation, Mapping) else {"text": observation}
     fields = {name: value for name, value in fields.items() if name not in _OWN}
     texts = [value for value in fields.values() if isinstance(value, str)]

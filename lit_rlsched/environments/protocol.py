@@ -1,13 +1,12 @@
 """TRL's protocol of tools and environments: what a completion may call, and with what names."""
 
 import inspect
-import json
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lit_rlsched.environments.openenv import openenv
+from lit_rlsched.rewards.checks import imported
 from lit_rlsched.settings import UsageError, did_you_mean
 
 Tool = Callable[..., Any]
@@ -106,13 +105,18 @@ class Environments:
         if factory is None:
             return Environment(name, None, schemas)
         what = "environment_factory" + (f"[{name!r}]" if self.several else "")
-        factory = _imported(factory, what)
+        if isinstance(factory, str) and factory.startswith(("http://", "https://")):
+            factory = openenv(factory)
+        factory = imported(factory, what, "my_tools.Game")
         if not callable(factory):
             raise UsageError(
                 f"`{what}={factory!r}` is not callable. Give a class, not an object of it, or a "
                 "function that makes one."
             )
-        kind = factory if inspect.isclass(factory) else type(_made(factory, what))
+        try:
+            kind = factory if inspect.isclass(factory) else type(factory())
+        except Exception as error:
+            raise UsageError(f"`{what}()` raised {type(error).__name__}: {error}.") from error
         self._kinds.append(kind)
         members = dict(inspect.getmembers(kind, inspect.isfunction))  # as TRL: no properties
         if "reset" not in members:
@@ -152,12 +156,6 @@ class Environments:
             own_reward(kind) for kind in dict.fromkeys(self._kinds) if hasattr(kind, "get_reward")
         ]
 
-    @property
-    def key(self) -> str:
-        """Everything that decides the tokens of prompts."""
-        kinds = [(str(n), e.factory is not None, e.schemas) for n, e in self.by_name.items()]
-        return json.dumps(kinds, sort_keys=True)
-
     def of(self, columns: Mapping[str, Any]) -> Environment:
         """Return the environment of a row."""
         if not self.several:
@@ -173,33 +171,13 @@ class Environments:
 
 
 def _named_tool(tool: Tool | str) -> tuple[str, Tool]:
-    tool = _imported(tool, "tools")
+    tool = imported(tool, "tools", "my_tools.add")
     if not inspect.isroutine(tool):
         raise UsageError(
             f"`tools` has {tool!r}, which is not a function. Give functions with types and a "
             "docstring, or their import paths."
         )
     return str(tool.__name__), tool
-
-
-def _imported(given: Any, what: str) -> Any:
-    if not isinstance(given, str):
-        return given
-    if given.startswith(("http://", "https://")):
-        return openenv(given)
-    try:
-        return pkgutil.resolve_name(given)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"`{what}={given}`: {error}. Give it itself or its import path, such as `my_tools.add`."
-        ) from None
-
-
-def _made(factory: Callable[[], Any], what: str) -> Any:
-    try:
-        return factory()
-    except Exception as error:
-        raise UsageError(f"`{what}()` raised {type(error).__name__}: {error}.") from error
 
 
 def _schema(tool: Tool, what: str) -> dict[str, Any]:

@@ -12,9 +12,16 @@ from lit_rlsched import workers as package
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.processes import worker_environment
 from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.workers.messages import BadMessage, Result, packed_row
-from lit_rlsched.workers.pool import Pool, Workers, pickled
-from lit_rlsched.workers.process import Worker, machine_memory
+from lit_rlsched.workers.pool import (
+    BadMessage,
+    Pool,
+    Result,
+    Worker,
+    Workers,
+    machine_memory,
+    packed_row,
+    pickled,
+)
 
 MAX_OPENING = 32
 """Sessions that a worker opens at the same time: the others' time does not begin yet."""
@@ -29,8 +36,8 @@ class Answer(NamedTuple):
     what: str
     """`open`, `call`, `reward`; or `lost`: its worker has died because of another session."""
     result: Any
-    """Of `open` the observation, of `call` name, reply (a text or a list) and failure of each call,
-    of `reward` the results of functions by number."""
+    """Of `open` the observation, of `call` name, reply and failure of each call, of `reward` the
+    results of functions by number."""
     failure: str | None
     """Begins with `raised`, `timeout`, `crashed` or `out_of_memory`."""
     state: str = ""
@@ -81,20 +88,15 @@ class EnvironmentWorker(Worker):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.alone = False
-        """Whether it holds one session at a time."""
-        self.worn = False
-        """Whether a reward function hangs in one of its threads: it ends with its sessions."""
         self.asked: float | None = None
         """When it was asked whether it still listens, because an answer is late."""
         self.sessions: dict[int, _Session] = {}
 
-    @property
-    def has_room(self) -> bool:
-        """Whether it can open another session now."""
-        if self.worn or self.alone:
-            return self.ready and not self.worn and not self.sessions
-        opening = sum(session.waits_for == "open" for session in self.sessions.values())
+    def takes(self, session: _Session) -> bool:
+        """Return whether it can open this session now."""
+        if session.alone or any(other.alone for other in self.sessions.values()):
+            return self.ready and not self.sessions
+        opening = sum(other.waits_for == "open" for other in self.sessions.values())
         return self.ready and opening < MAX_OPENING
 
     @property
@@ -103,19 +105,14 @@ class EnvironmentWorker(Worker):
             return self.asked + GRACE
         return min([self.deadline, *(session.deadline for session in self.sessions.values())])
 
-    @property
-    def is_replaced(self) -> bool:
-        return not self.alone and not self.worn
-
 
 class EnvironmentScheduler(Workers[EnvironmentWorker]):
     """Opens sessions, calls tools and collects the answers, without waiting for any of them.
 
     A session stays in its worker. A call that takes too long, crashes or takes too much memory
     costs its own session: the worker is killed, and its other sessions are `lost`, to be opened
-    again. If it is not clear whose call it was, each of them is opened again alone in a worker.
-    A reward function that takes too long has failed, and the other sessions go on: its thread
-    cannot be ended, so the worker gets no new sessions, another one does, and it ends with its own.
+    again. If it is not clear whose call it was, each of them is opened again alone in a worker,
+    once one is empty.
     """
 
     kind = "environment"
@@ -131,7 +128,6 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         workers: int = 1,
         timeout: float = 60.0,
         max_sessions: int | None = None,
-        memory_limit: int | None = None,
         env_vars: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -140,10 +136,8 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         self.timeout = timeout
         self._num_workers = workers
         self._most = math.inf if max_sessions is None else max_sessions
-        self._memory_limit = memory_limit
         self._env_vars = env_vars
         self._sessions: dict[Hashable, _Session] = {}
-        self._answers: list[Answer] = []
         self._suspects: set[Hashable] = set()
         """Keys of sessions that may have ended a worker."""
         self._numbers = 0
@@ -152,7 +146,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
     def pending(self) -> int:
         """Number of answers that `poll` has not returned yet."""
         waiting = sum(s.waits_for is not None for s in self._sessions.values())
-        return waiting + len(self._answers)
+        return waiting + len(self._came)
 
     @property
     def open_sessions(self) -> int:
@@ -181,7 +175,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             "with_state": {name for name, kind in kinds.items() if kind.has_state},
             "timeout": self.timeout,
             "offered": rewards.offered if rewards else (),
-            "memory_limit": self._memory_limit or machine_memory() // 2 // self._num_workers,
+            "memory_limit": machine_memory() // 2 // self._num_workers,
         }
         self._begin(Pool(setup, worker_environment(self._env_vars), self._num_workers))
 
@@ -208,9 +202,9 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         return self._rewards is not None and bool(self._rewards.of_environments)
 
     def needs_another_to_end(self, key: Hashable) -> bool:
-        """Whether a session, which is opened alone in a worker, waits for one that is there."""
+        """Whether a session may wait for a worker until others end, as some are opened alone."""
         session = self._sessions.get(key)
-        return session is not None and session.alone and session.worker is None
+        return session is not None and session.worker is None and bool(self._suspects)
 
     def reward(self, key: Hashable, row: Mapping[str, Any], timeout: float | None = None) -> None:
         """Call the reward functions; the answer has the `Result` of each, by its number."""
@@ -225,22 +219,17 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         session = self._sessions.pop(key, None)
         if session is None:
             return
-        self._answers = [answer for answer in self._answers if answer.key != key]
+        self._came = [answer for answer in self._came if answer.key != key]
+        if session.worker is not None and session.waits_for is not None:
+            session.key = None  # it ends with its answer, or when its time is up
+            return
+        self._suspects.discard(key)
         if session.worker is None:
             self._pools[0].queue.remove(session)
-        elif session.waits_for is not None:  # it ends with its answer, or when its time is up
-            session.key = None
         else:
-            self._leave(session)
+            del session.worker.sessions[session.number]
             session.worker.send(("close", session.number))
-            self._suspects.discard(key)
         self._feed()
-
-    def _leave(self, session: _Session) -> None:
-        assert session.worker is not None
-        del session.worker.sessions[session.number]
-        if session.worker.worn and not session.worker.sessions:
-            self._end(self._pools[0], session.worker)
 
     def _ask(self, session: _Session, what: str, *given: Any, seconds: float | None = None) -> None:
         assert session.worker is not None and session.waits_for is None
@@ -254,12 +243,9 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             later: deque[_Session] = deque()
             while pool.queue and self.open_sessions < self._most:
                 session = pool.queue.popleft()
-                alike = [worker for worker in pool.workers if worker.alone == session.alone]
-                usable = [worker for worker in alike if worker.has_room]
+                usable = [worker for worker in pool.workers if worker.takes(session)]
                 if not usable:
                     later.append(session)
-                    if session.alone and len(alike) < self._num_workers:
-                        self._launch(pool).alone = True
                     continue
                 session.worker = min(usable, key=lambda worker: len(worker.sessions))
                 session.worker.sessions[session.number] = session
@@ -270,14 +256,9 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
     def poll(self) -> list[Answer]:
         """Return the answers that have come since the last call."""
         self.turn()
-        answers, self._answers = self._answers, []
+        answers: list[Answer] = self._came
+        self._came = []
         return answers
-
-    def wait(self, seconds: float) -> None:
-        """Wait until `poll` has something to return, for this time at most."""
-        end = time.monotonic() + seconds
-        while self.pending and not self._answers and (left := end - time.monotonic()) > 0:
-            self.turn(left)
 
     def _overdue(self, pool: Pool[EnvironmentWorker], worker: EnvironmentWorker) -> None:
         now = time.monotonic()
@@ -301,10 +282,6 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             worker.asked, now = None, time.monotonic()
             if late := {n: s.late for n, s in worker.sessions.items() if s.deadline <= now}:
                 self._replace(pool, worker, to_blame=late)
-        elif kind == "worn":
-            if worker.is_replaced:
-                self._launch(pool)
-            worker.worn = True
         else:
             raise BadMessage(f"`{kind}`, which is of other workers")
 
@@ -327,10 +304,10 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             self._replace(pool, worker, to_blame={number: failure})  # it may still hold the memory
             return
         if session.key is not None:
-            self._answers.append(self._answer(session.key, what, result, failure, str(state)))
+            self._came.append(self._answer(session.key, what, result, failure, str(state)))
         if session.key is None or failure is not None:  # closed meanwhile, or at an end
             self._sessions.pop(session.key, None)
-            self._leave(session)
+            del worker.sessions[number]
             worker.send(("close", number))
 
     def _answer(
@@ -350,17 +327,20 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         why: str,
     ) -> bool:
         working = [s for s in worker.sessions.values() if s.waits_for is not None]
-        if to_blame is None:
-            to_blame = {s.number: why for s in working} if len(working) == 1 else {}
-            self._suspects.update(s.key for s in working)
+        if to_blame is None and len(working) == 1:
+            to_blame = {working[0].number: why}
+        elif to_blame is None:
+            to_blame = {}
+            self._suspects.update(s.key for s in working if s.key is not None)
         ended = {session.key for session in worker.sessions.values()}
-        self._answers = [answer for answer in self._answers if answer.key not in ended]
+        self._came = [answer for answer in self._came if answer.key not in ended]
         for number, session in worker.sessions.items():
             if session.key is None:  # closed
                 continue
-            failure = to_blame.get(number)
+            if failure := to_blame.get(number):
+                self._suspects.discard(session.key)
             what = "lost" if failure is None else session.waits_for or "call"
-            self._answers.append(self._answer(session.key, what, None, failure))
+            self._came.append(self._answer(session.key, what, None, failure))
             del self._sessions[session.key]
         return bool(to_blame)
 
@@ -378,4 +358,4 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         """Kill the workers and forget all sessions."""
         self._end_all()
         self._sessions.clear()
-        self._answers.clear()
+        self._came.clear()

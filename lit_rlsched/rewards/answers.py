@@ -102,37 +102,27 @@ class Review:
         return self.pattern is None or bool(re.fullmatch(self.pattern, answer, re.DOTALL))
 
 
-_COMPARED_AS_TEXT = """
-    ab acre aiw arc_1d base_conversion basic_arithmetic bf binary_alternation caesar_cipher
-    circuit_logic color_cube_rotation count_bits count_primes course_schedule dice emoji_mystery
-    family_relationships figlet_font gcd isomorphic_strings knights_knaves largest_island lcm
+_COMPARED_OR_CONVERTED = """
+    ab acre advanced_geometry aiw arc_1d base_conversion basic_arithmetic bf
+    binary_alternation caesar_cipher calendar_arithmetic chain_sum circuit_logic
+    color_cube_rotation complex_arithmetic count_bits count_primes course_schedule cryptarithm
+    decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font
+    fraction_simplification futoshiki game_of_life gcd group_anagrams gsm_symbolic
+    isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm
     leg_counting letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix
-    maze modulo_grid needle_haystack number_filtering number_sequence palindrome_generation
-    path_star ransom_note rotate_matrix rotten_oranges self_reference sentence_reordering
-    simple_equations simple_geometry spell_backward string_manipulation string_splitting
-    string_synthesis syllogism tsumego word_ladder word_sequence_reversal word_sorting
-    zebra_puzzles
+    maze mini_sudoku modulo_grid needle_haystack number_filtering number_format
+    number_sequence palindrome_generation palindrome_partitioning path_star
+    polynomial_equations pool_matrix power_function prime_factorization products ransom_note
+    rectangle_count rotate_matrix rotten_oranges self_reference sentence_reordering
+    shortest_path simple_equations simple_geometry sokoban spell_backward string_manipulation
+    string_splitting string_synthesis sudoku survo syllogism time_intervals tsumego
+    word_ladder word_sequence_reversal word_sorting zebra_puzzles
 """
-_READ_BY_INT_FLOAT_OR_DECIMAL = """
-    advanced_geometry calendar_arithmetic chain_sum complex_arithmetic cryptarithm
-    decimal_arithmetic decimal_chain_sum fraction_simplification gsm_symbolic number_format
-    polynomial_equations power_function prime_factorization products rectangle_count
-    time_intervals
-"""
-_READ_CELL_BY_CELL = "futoshiki kakurasu mini_sudoku pool_matrix sudoku survo"
-_READ_BY_JSON = """
-    game_of_life group_anagrams jugs knight_swap palindrome_partitioning
-"""
-_READ_MOVE_BY_MOVE = "shortest_path sokoban"
-
+"""Compared as text, or read by `int`, `float`, `Decimal`, JSON or cell by cell."""
 _GRID = Review(columns=check_grid)
 
 REVIEWED: dict[str, Review] = {
-    **dict.fromkeys(_COMPARED_AS_TEXT.split(), Review()),
-    **dict.fromkeys(_READ_BY_INT_FLOAT_OR_DECIMAL.split(), Review()),
-    **dict.fromkeys(_READ_CELL_BY_CELL.split(), Review()),
-    **dict.fromkeys(_READ_BY_JSON.split(), Review()),
-    **dict.fromkeys(_READ_MOVE_BY_MOVE.split(), Review()),
+    **dict.fromkeys(_COMPARED_OR_CONVERTED.split(), Review()),
     # within limits
     "arc_agi": _GRID,
     "boxnet": Review(longest=4000, needs_answer=False),

@@ -4,7 +4,7 @@ import inspect
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -53,7 +53,8 @@ def as_functions(given: object) -> list[Callable[..., Any]]:
     if not given:
         raise UsageError("`reward_funcs` is empty. Give at least one reward function.")
     several = list(given) if isinstance(given, list | tuple) else [given]
-    functions: list[Any] = [_imported(one) if isinstance(one, str) else one for one in several]
+    more = " Reward models of the Hub are not run: wrap yours in a function that returns scores."
+    functions = [imported(one, "reward_funcs", "my_rewards.score", more) for one in several]
     for index, function in enumerate(functions):
         if not callable(function):
             raise UsageError(
@@ -70,14 +71,16 @@ def as_functions(given: object) -> list[Callable[..., Any]]:
     return functions
 
 
-def _imported(path: str) -> Any:
+def imported(given: Any, setting: str, such: str, more: str = "") -> Any:
+    """Return what an import path names; anything but text is returned as it is."""
+    if not isinstance(given, str):
+        return given
     try:
-        return pkgutil.resolve_name(path)
+        return pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"`reward_funcs={path}`: {error}. Give a function or its import path, such as "
-            "`my_rewards.score`. Reward models of the Hub are not run: wrap yours in a function "
-            "that returns a list of scores."
+            f"`{setting}={given}`: {error}. Give it itself or its import path, such as `{such}`."
+            f"{more}"
         ) from None
 
 
@@ -136,19 +139,15 @@ def names_argument(function: Callable[..., Any], argument: str) -> bool:
     return argument in _parameters(function)
 
 
-def check_names(columns: Sequence[str], at: str) -> None:
-    """Refuse columns that have the name of an argument, as no function would ever see them."""
-    if hidden := [name for name in (*GIVEN, *OFFERED) if name in columns]:
-        raise UsageError(
-            f"The column {', '.join(f'`{name}`' for name in hidden)} of {at} would not reach any "
-            "reward function: arguments of that name hold something else. Rename it."
-        )
-
-
 def check_columns(
     function: Callable[..., Any], name: str, row_columns: Sequence[str], at: str
 ) -> None:
-    """Refuse a function that cannot be called with the columns of a row."""
+    """Refuse a function that cannot be called with the columns of a row, or would not see one."""
+    if hidden := [given for given in (*GIVEN, *OFFERED) if given in row_columns]:
+        raise UsageError(
+            f"The column {', '.join(f'`{given}`' for given in hidden)} of {at} would not reach any "
+            "reward function: arguments of that name hold something else. Rename it."
+        )
     parameters = _parameters(function)
     anything = _takes_anything(parameters)
     required = [
@@ -173,50 +172,18 @@ def check_columns(
         )
 
 
-_TAGS = re.compile("think|answer|reason|solution", re.I)
-"""Words in the names of tokens that rewards look for; chat templates use some of them too."""
+TAGS = re.compile("think|answer|reason|solution", re.I)
+"""Words in the names of tokens that rewards look for."""
 
 
-def tokens_looked_for(
-    functions: Iterable[Callable[..., Any]],
-    tokens: Collection[str],
-    template: str,
-    prompts: Sequence[str],
-) -> list[str]:
-    """Return the special tokens that reward functions are likely to look for.
-
-    These are tags for reasoning and answers, pairs such as `<sql>` and `</sql>`, and tokens in the
-    code of a function or in a prompt. Other tokens of the chat template mark turns: they count only
-    if they are in the function itself.
-    """
-    sources = [_sources(function) for function in functions]
-    own, around = ("\n".join(source[i] for source in sources) for i in (0, 1))
-    asked = [around, *prompts]
-
-    def paired(token: str) -> bool:
-        opening = token.replace("/", "", 1)
-        return {opening, f"{opening[:1]}/{opening[1:]}"} <= {*tokens}
-
-    return [
-        token
-        for token in tokens
-        if _TAGS.search(token)
-        or token in own
-        or (token not in template and (paired(token) or any(token in text for text in asked)))
-    ]
-
-
-def _sources(function: Callable[..., Any]) -> tuple[str, str]:
-    """Return the code of a function and that of its module, as far as they are known."""
+def looks_for(function: Callable[..., Any], token: str) -> bool:
+    """Return whether a function is likely to look for a special token, as its code has it."""
     function = unwrap(function)
     kind = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    texts = []
-    for what in (kind, inspect.getmodule(kind)):
-        try:
-            texts.append(inspect.getsource(what))  # type: ignore[arg-type]
-        except (OSError, TypeError):
-            texts.append("")
-    return texts[0], texts[1]
+    try:
+        return token in inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
 
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -22,7 +22,6 @@ from lit_rlsched.rewards.golds import (
     find_answer,
     read_gold,
     time_limit,
-    without_calculations,
 )
 from lit_rlsched.settings import UsageError
 
@@ -185,6 +184,7 @@ countdown_reward.check_row = check_countdown_row  # type: ignore[attr-defined]
 
 @functools.cache
 def import_math_verify() -> Any:
+    """Import math-verify, and let it import what it needs."""
     import math_verify
 
     math_verify.verify(math_verify.parse("$1$"), math_verify.parse("$1$"))
@@ -201,9 +201,8 @@ def math_verify_reward(
 ) -> list[float | None]:
     r"""Return 1 if math-verify finds the completion equal to the gold answer, else 0.
 
-    The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. If the gold is a
-    number, the answer must be worked out: `6 - 9` is not -3, and of `6 - 9 = 1` the 1 counts. As
-    math-verify does, units, percent signs and a variable before the answer (`x=5`) are left out.
+    The whole gold counts: with the gold `7\sqrt{11}` the answer 7 is wrong. As math-verify does,
+    units, percent signs and a variable before the answer (`x=5`) are left out.
     """
     golds = answer if answer is not None else solution
     if golds is None:
@@ -211,25 +210,19 @@ def math_verify_reward(
     scores: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
         try:
-            scores.append(_verified(text_of(completion), gold))
+            wanted, letter = read_gold(gold), choice_of(gold)
+            correct = import_math_verify().verify(
+                [*wanted, letter] if letter else wanted,
+                find_answer(text_of(completion), choice=letter is not None),
+                float_rounding=decimals(gold),
+                timeout_seconds=time_limit(),
+            )
+            scores.append(float(correct))
         except ValueError as error:
             scores.append(None)
             if log_failure is not None:
                 log_failure("unparsed", f"the gold answer {gold!r:.200}: {error}")
     return scores
-
-
-def _verified(text: str, gold: Any) -> float:
-    mv, wanted, letter = import_math_verify(), read_gold(gold), choice_of(gold)
-    given = find_answer(without_calculations(text, gold), choice=letter is not None)
-    return float(
-        mv.verify(
-            [*wanted, letter] if letter else wanted,
-            given,
-            float_rounding=decimals(gold),
-            timeout_seconds=time_limit(),
-        )
-    )
 
 
 def check_math_verify_row(columns: Mapping[str, Any]) -> None:

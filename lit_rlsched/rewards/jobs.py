@@ -1,18 +1,13 @@
-"""Completions on their way through the reward functions, their workers, and failure counts."""
+"""Completions on their way through the reward functions, and their workers."""
 
-import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lit_rlsched.workers.child import LOGGED_KINDS
-from lit_rlsched.workers.messages import FAILURE_KINDS, BadMessage, Result, kind_of
-from lit_rlsched.workers.process import Worker
-
-logger = logging.getLogger(__name__)
+from lit_rlsched.workers.pool import BadMessage, Result, Worker
 
 ASYNC_GRACE = 1.0
 """Seconds an event loop gets to time its coroutines out before the worker is killed."""
@@ -67,15 +62,11 @@ class RewardWorker(Worker):
         """Send jobs, for functions by number of which some are async."""
         self.begun = False
         self.jobs = {job.key: job for job in batch}
-        todo = [(job.key, index) for job in batch for index in job.todo(functions)]
-        self.calls = deque(call for call in todo if not functions[call[1]])
-        self.coroutines = {call for call in todo if functions[call[1]]}
-        self.send(
-            [
-                (job.key, job.payload, [(index, job.timeout) for index in job.todo(functions)])
-                for job in batch
-            ]
-        )
+        todo = [(job, job.todo(functions)) for job in batch]
+        calls = [(job.key, index) for job, indices in todo for index in indices]
+        self.calls = deque(call for call in calls if not functions[call[1]])
+        self.coroutines = {call for call in calls if functions[call[1]]}
+        self.send([(job.key, job.payload, job.timeout, indices) for job, indices in todo])
         self.goes_on(time.monotonic())
 
     def ended(self, call: tuple[int, int], stamp: float) -> None:
@@ -130,6 +121,7 @@ class ScoredJob(NamedTuple):
 
 
 def scored(job: Job) -> ScoredJob:
+    """Return the results of a complete job."""
     results = [result for result in job.results if result is not None]
     seconds, scores, failures, extras, logged = map(list, zip(*results, strict=True))
     extra: dict[str, Any] = {}
@@ -140,31 +132,3 @@ def scored(job: Job) -> ScoredJob:
         for name, values in each.items():
             metrics.setdefault(name, []).extend(values)
     return ScoredJob(job.id, scores, failures, seconds, extra, metrics)
-
-
-class FailureCounts:
-    """Counts of failures. The 1st, 10th, 100th ... of each kind is logged."""
-
-    def __init__(self, names: Sequence[str], log_failures: Sequence[bool]) -> None:
-        self._counts: Counter[str] = Counter()
-        self._keys = [
-            f"rewards/{name}/{plural}"
-            for name, logs in zip(names, log_failures, strict=True)
-            for kind, plural in FAILURE_KINDS.items()
-            if logs or kind not in LOGGED_KINDS
-        ]
-
-    def add(self, name: str, failure: str) -> None:
-        plural = FAILURE_KINDS[kind_of(failure)]
-        key = f"rewards/{name}/{plural}"
-        self._counts[key] += 1
-        count = self._counts[key]
-        if math.log10(count).is_integer():
-            logger.warning(
-                "reward function `%s` gave no score for a completion: %s [%s no. %d]",
-                *(name, failure, plural, count),
-            )
-
-    def by_key(self) -> dict[str, int]:
-        """Return the number of failures by metric key, zeros included."""
-        return {key: self._counts[key] for key in self._keys}

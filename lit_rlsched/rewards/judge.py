@@ -5,9 +5,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from string import Formatter
 from typing import Any
-from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
+from urllib.parse import parse_qsl, unquote_plus, urlsplit
 
 from lit_rlsched.processes import PROXIES
 from lit_rlsched.rewards.functions import Completion
@@ -25,36 +26,6 @@ KEYS = re.compile(
 """Strings that look like keys, shortened ones (`sk-ab***yz`) included."""
 TRANSCRIPT = re.compile(r"(?im)^\s*(assistant|tool|user|system)\b")
 """Begins a line of a transcript."""
-CLOSERS = set("\"'`)]}>")
-"""Single characters that count as closing delimiters."""
-
-
-def closing_delimiters(template: str) -> dict[str, str]:
-    """Return, for each field of a template, the words after it that mark its end."""
-    parts = list(Formatter().parse(template))
-    after = [literal.strip().split("\n")[0].strip() for literal, *_ in parts[1:]] + [""]
-    return {
-        name: delimiter
-        for (_, name, _, _), delimiter in zip(parts, after, strict=True)
-        if name and (len(delimiter) > 1 or delimiter in CLOSERS)
-    }
-
-
-def quoted(value: Any, delimiter: str = "") -> Any:
-    """Return a value for a question, without its closing delimiter and without control tokens.
-
-    Each of these is spelled out with spaces between its letters, so that the judge still sees it.
-    """
-    if isinstance(value, int | float):
-        return value
-    text = CONTROL_TOKENS.sub(_spelled_out, str(value))
-    words = [re.escape(word) for word in delimiter.split()]
-    return re.sub(r"\s+".join(words), _spelled_out, text, flags=re.I) if words else text
-
-
-def _spelled_out(found: re.Match[str]) -> str:
-    text = "".join(found[0].split())
-    return " ".join(text) if len(text) > 1 else f"\\{text}"
 
 
 def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]:
@@ -62,10 +33,10 @@ def secrets_in(key: str, base_url: str, request: Mapping[str, Any]) -> list[str]
     address = urlsplit(base_url)
     found = [key, *address.netloc.rpartition("@")[0].split(":")]
     for part in address.query.split("&"):
-        name, _, value = part.partition("=")
-        found += [part, value or name, unquote(value or name), unquote_plus(value or name)]
+        value = part.partition("=")[2] or part
+        found += [part, value, unquote_plus(value)]
     for name in ("extra_headers", "extra_query"):
-        found += [str(value) for value in (request.get(name) or {}).values()]
+        found += map(str, (request.get(name) or {}).values())
     return sorted({text for text in found if len(text) >= 4}, key=len, reverse=True)
 
 
@@ -101,18 +72,12 @@ SETTINGS = {"rubric", "lowest", "highest", "mark"}
 """Fields of the template that are filled in from the judge's settings."""
 BUILT_IN_FIELDS = {"prompt", "completion", *SETTINGS}
 SCORE_PATTERN = r"<score>\s*([-+]?\d+(?:\.\d+)?)\s*</score>"
-CHARACTERS_PER_TOKEN = 16
-"""Maximum length of an answer per token of `max_tokens`: an endpoint may ignore that limit."""
 SHARE_OF_TIMEOUT = 0.9
 """Share of `reward_timeout` that a judge may take; the rest is for reporting the failure."""
 
 
 class NoGrade(Exception):
     """The judge gave no grade: `no_answer` or `unparsed`, and why."""
-
-
-def unparsed(why: str) -> NoGrade:
-    return NoGrade("unparsed", why)
 
 
 class JudgeReward(RemembersInit):
@@ -143,8 +108,8 @@ class JudgeReward(RemembersInit):
             several messages or calls: a transcript), `{lowest}` and `{highest}` by `score_range`,
             `{mark}` by a hash of all texts, which no text can contain (use it to mark the end of
             the completion), and any other `{column}` by the row's value, such as a reference
-            `{answer}`. Write other braces twice. If a text contains a control token of a chat
-            template, or the words that follow its field in the template, these are spelled out.
+            `{answer}`. Write other braces twice. Control tokens of chat templates in a text are
+            spelled out.
         score_pattern: Regular expression with one group: the grade.
         score_range: Lowest and highest grade.
         max_tokens: Maximum number of tokens in the judge's answer.
@@ -200,14 +165,12 @@ class JudgeReward(RemembersInit):
         self.max_retries = max_retries
         self.request_kwargs = request_kwargs or {}
         self.max_tokens = max_tokens
-        self._longest_answer = CHARACTERS_PER_TOKEN * max_tokens
         self._pattern = _compiled(score_pattern)
         self._range = lowest, highest
         self._template = template
         self._columns = fields - BUILT_IN_FIELDS
         self._own_fields = fields & SETTINGS
         self._settings = {"rubric": rubric, "lowest": f"{lowest:g}", "highest": f"{highest:g}"}
-        self._delimiters = closing_delimiters(template)
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -255,7 +218,8 @@ class JudgeReward(RemembersInit):
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Judge all completions concurrently."""
-        log_failure = log_failure or self._warn
+        told = "`%s` gave no score for a completion: %s: %s"
+        log_failure = log_failure or partial(logger.warning, told, self.__name__)
         answers = [""] * len(completions)
         limit = reward_timeout * SHARE_OF_TIMEOUT
 
@@ -265,7 +229,7 @@ class JudgeReward(RemembersInit):
             try:
                 async with asyncio.timeout(limit) as scope:
                     answer = await self.answer(question)
-                answers[row] = answer[: self._longest_answer]
+                answers[row] = answer
                 return self.score(answer, completions[row])
             except TimeoutError:
                 if not scope.expired():
@@ -293,7 +257,10 @@ class JudgeReward(RemembersInit):
             )
         texts = {**columns, "prompt": _shown(prompt), "completion": _shown(completion)}
         fields = {
-            name: quoted(text, self._delimiters.get(name, "")) for name, text in texts.items()
+            name: given
+            if isinstance(given, int | float)
+            else CONTROL_TOKENS.sub(_spelled, str(given))
+            for name, given in texts.items()
         }
         mark = f"{stable_hash(*map(str, texts.values())):016x}"
         return self._template.format(**fields, **self._settings, mark=mark)
@@ -308,27 +275,22 @@ class JudgeReward(RemembersInit):
         Raises:
             NoGrade: there is no grade in the range, or only quoted ones.
         """
-        if len(answer) > self._longest_answer:
-            raise unparsed(
-                f"{len(answer)} characters, more than {self._longest_answer}: {answer:.200}"
-            )
         grades = self._pattern.findall(answer)
         if not grades:
-            raise unparsed(f"no grade in {answer[-200:]!r}")
+            raise NoGrade("unparsed", f"no grade in {answer[-200:]!r}")
         # a pattern of bare numbers marks nothing as a grade, so that it finds no quotation either
         shown = _shown(completion)
         texts = (shown, shown.replace("\\", ""))  # the arguments of a call are escaped
         matches = (found for text in texts for found in self._pattern.finditer(text))
         quotations = {_number(found[1]) for found in matches if found[0].strip() != found[1]}
-        own = [grade for grade in grades if _number(grade) not in quotations]
+        own = [grade for grade in map(_number, grades) if grade not in quotations]
         if not own:
-            raise unparsed(f"the grade {grades[-1]} also stands in what was graded: a quotation?")
-        grade = _number(own[-1])
-        if isinstance(grade, str):
-            raise unparsed(f"the grade {grade!r} is not a number")
-        lowest, highest = self._range
-        if not lowest <= grade <= highest:
-            raise unparsed(f"the grade {own[-1]} is not from {lowest:g} to {highest:g}")
+            why = f"the grade {grades[-1]} also stands in what was graded: a quotation?"
+            raise NoGrade("unparsed", why)
+        grade, (lowest, highest) = own[-1], self._range
+        if isinstance(grade, str) or not lowest <= grade <= highest:
+            why = f"the grade {grade} is not a number from {lowest:g} to {highest:g}"
+            raise NoGrade("unparsed", why)
         return (grade - lowest) / (highest - lowest)
 
     async def answer(self, question: str) -> str:
@@ -343,7 +305,7 @@ class JudgeReward(RemembersInit):
             **self.request_kwargs,
         }
         request = {name: value for name, value in request.items() if value is not None}
-        secrets = secrets_in(self._key(), self.base_url, self.request_kwargs)
+        secrets = secrets_in(self._key, self.base_url, self.request_kwargs)
 
         def no_answer(why: str) -> NoGrade:
             return NoGrade("no_answer", redact(f"{self.base_url}: {why}", secrets))
@@ -361,15 +323,14 @@ class JudgeReward(RemembersInit):
             raise no_answer(f"no chat completion: {response!r:.200}") from None
         if reason == "length":
             cut = redact(str(text or ""), secrets)
-            raise unparsed(f"cut at max_tokens={self.max_tokens}: {cut:.200}")
+            raise NoGrade("unparsed", f"cut at max_tokens={self.max_tokens}: {cut:.200}")
         if not isinstance(text, str):
             raise no_answer(f"{reason}, without a text")
         return redact(text, secrets)
 
-    def _warn(self, kind: str, reason: str) -> None:
-        logger.warning("`%s` gave no score for a completion: %s: %s", self.__name__, kind, reason)
-
+    @property
     def _key(self) -> str:
+        """The endpoint's key; not kept, so that it is in no pickle."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
     def _connected(self) -> Any:
@@ -382,7 +343,7 @@ class JudgeReward(RemembersInit):
             self._client = openai.AsyncOpenAI(
                 base_url=address._replace(query="").geturl(),  # it would put its path behind this
                 default_query=dict(parse_qsl(address.query)),
-                api_key=self._key() or "none",
+                api_key=self._key or "none",
                 max_retries=self.max_retries,
             )
             self._loop = loop
@@ -391,6 +352,11 @@ class JudgeReward(RemembersInit):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the client, as each process opens its own."""
         return self.__dict__ | {"_client": None, "_loop": None}
+
+
+def _spelled(token: re.Match[str]) -> str:
+    """Return a token with spaces between its letters."""
+    return " ".join("".join(token[0].split()))
 
 
 def _refusal(field: str, value: object, why: str) -> UsageError:

@@ -1,11 +1,11 @@
 """Scoring of completions as they finish, outside the trainer's process."""
 
+import logging
 import math
 import os
 import sys
-import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,37 @@ from typing import Any
 from lit_rlsched import workers as package
 from lit_rlsched.processes import worker_environment
 from lit_rlsched.rewards.checks import (
+    TAGS,
     as_functions,
     check_columns,
     check_env_vars,
     check_memory_limit,
-    check_names,
     check_seen_by_tools,
     environment_of,
+    looks_for,
     names_argument,
     offered_arguments,
-    tokens_looked_for,
     unique_names,
 )
-from lit_rlsched.rewards.jobs import FailureCounts, Job, RewardWorker, ScoredJob, scored
+from lit_rlsched.rewards.jobs import Job, RewardWorker, ScoredJob, scored
 from lit_rlsched.settings import UsageError, check_ranges
-from lit_rlsched.workers.child import is_async, unwrap
-from lit_rlsched.workers.messages import BadMessage, Result, packed_row
-from lit_rlsched.workers.pool import Pool, Workers, pickled
-from lit_rlsched.workers.process import machine_memory
+from lit_rlsched.workers.child import LOGGED_KINDS, is_async, unwrap
+from lit_rlsched.workers.pool import (
+    FAILURE_KINDS,
+    BadMessage,
+    Pool,
+    Result,
+    Workers,
+    kind_of,
+    machine_memory,
+    packed_row,
+    pickled,
+)
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH = 32
 """Maximum number of completions sent to a worker at once."""
-BATCH_SECONDS = 1.0
-"""Target duration of a batch: completions behind a call that hangs wait for its time-out."""
 
 
 class RewardScheduler(Workers[RewardWorker]):
@@ -109,12 +117,9 @@ class RewardScheduler(Workers[RewardWorker]):
         self.env_vars = check_env_vars(env_vars)
         """Names of environment variables that all workers see besides the usual ones."""
         self._memory_limit = check_memory_limit(memory_limit)
-        self._pace = [0.0] * len(reward_funcs)
-        """Recent seconds per call; 0 for coroutines, which do not wait for each other."""
         self._jobs: dict[Hashable, Job] = {}
-        self._finished: list[Job] = []
         self._submitted = 0
-        self._failures = FailureCounts(self.names, ["log_failure" in o for o in self.offered])
+        self._failures: Counter[str] = Counter()
         self.of_environments = {
             index: function
             for index, function in enumerate(reward_funcs)
@@ -135,14 +140,7 @@ class RewardScheduler(Workers[RewardWorker]):
         return len(self._jobs)
 
     def check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Pass every row to the functions' attribute `check_row`.
-
-        Args:
-            rows: Name and columns of each row.
-
-        Raises:
-            UsageError: a function refuses a row.
-        """
+        """Pass name and columns of every row to the functions' attribute `check_row`."""
         checks = [getattr(unwrap(function), "check_row", None) for function in self._functions]
         for row, columns in rows if any(checks) else ():
             for name, check in zip(self.names, checks, strict=True):
@@ -155,10 +153,8 @@ class RewardScheduler(Workers[RewardWorker]):
     def check_columns(self, rows: Sequence[Mapping[str, Any]] | Any, data: str) -> None:
         """Refuse columns that functions would not see, and functions that do not fit the columns.
 
-        Args:
-            rows: Rows of the data set, with all columns. An attribute `column_sets` (the number of
-                the first row with each set of columns) saves looking at every row.
-            data: Name of the data set's setting.
+        The attribute `column_sets` of the rows (the number of the first row with each set of
+        columns) saves looking at every row. `data` is the name of the data set's setting.
         """
         first_rows = getattr(rows, "column_sets", None)
         if first_rows is None:
@@ -169,23 +165,16 @@ class RewardScheduler(Workers[RewardWorker]):
             self.check_row_columns(columns, f"row {number} of `{data}` (the first is 0)")
 
     def check_row_columns(self, columns: Iterable[Any], at: str) -> None:
-        """Refuse what `check_columns` refuses, for the columns of one row.
-
-        Args:
-            columns: Names of the row's columns.
-            at: Says where the row is, for the message.
-        """
+        """Refuse what `check_columns` refuses, for one row; `at` says where it is."""
         names = list(map(str, columns))
-        check_names(names, at)
         for index, function in enumerate(self._functions):
             more = ["environments"] if index in self.of_environments else []
             check_columns(function, self.names[index], [*names, *more], at)
 
-    def tokens_looked_for(
-        self, tokens: Sequence[str], template: str, prompts: Sequence[str]
-    ) -> list[str]:
+    def tokens_looked_for(self, tokens: Iterable[str]) -> list[str]:
         """Return the special tokens that a function is likely to look for."""
-        return tokens_looked_for(self._functions, tokens, template, prompts)
+        functions = self._functions
+        return [t for t in tokens if TAGS.search(t) or any(looks_for(f, t) for f in functions)]
 
     def start(self) -> None:
         """Launch the workers and wait until all have imported the functions.
@@ -283,24 +272,10 @@ class RewardScheduler(Workers[RewardWorker]):
     def poll(self) -> list[ScoredJob]:
         """Collect scores and return all jobs finished since the last call, in submission order."""
         self.turn(0.0)
-        finished, self._finished = self._finished, []
+        finished, self._came = self._came, []
         for job in finished:
             del self._jobs[job.id]
         return [scored(job) for job in sorted(finished, key=lambda job: job.key)]
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until `poll` has something to return.
-
-        Args:
-            timeout: Maximum number of seconds to wait.
-
-        Returns:
-            False if nothing has finished in time, or nothing is pending.
-        """
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while self._jobs and not self._finished and (left := end - time.monotonic()) > 0:
-            self.turn(min(left, 1.0))
-        return bool(self._finished)
 
     def cancel(self, job_ids: Iterable[Hashable]) -> None:
         """Forget these jobs. A running call continues, and its score is ignored."""
@@ -309,17 +284,23 @@ class RewardScheduler(Workers[RewardWorker]):
                 self._jobs.pop(job_id).cancelled = True
         for pool in self._pools:
             pool.queue = deque(job for job in pool.queue if not job.cancelled)
-        self._finished = [job for job in self._finished if not job.cancelled]
+        self._came = [job for job in self._came if not job.cancelled]
 
     def counters(self) -> dict[str, int]:
         """Return the failures so far, as `rewards/<function>/<kind>`."""
-        return self._failures.by_key()
+        return {
+            key: self._failures[key]
+            for name, offered in zip(self.names, self.offered, strict=True)
+            for kind, plural in FAILURE_KINDS.items()
+            for key in [f"rewards/{name}/{plural}"]
+            if kind not in LOGGED_KINDS or "log_failure" in offered
+        }
 
     def close(self) -> None:
         """Kill the workers and forget all jobs. The next `submit` starts new workers."""
         self._end_all()
         self._jobs.clear()
-        self._finished.clear()
+        self._came.clear()
 
     def __enter__(self) -> "RewardScheduler":
         self.start()
@@ -329,15 +310,14 @@ class RewardScheduler(Workers[RewardWorker]):
         self.close()
 
     def _feed(self) -> None:
+        """Send batches to idle workers."""
         for pool in self._pools:
             if not pool.queue:
                 continue
             functions = {index: self._is_async[index] for _, index, _ in pool.setup["loads"]}
-            pace = sum(self._pace[index] for index in functions)
             for worker in pool.workers:
                 if pool.queue and worker.ready and not worker.busy:
                     size = min(MAX_BATCH, math.ceil(len(pool.queue) / len(pool.workers)))
-                    size = min(size, math.ceil(BATCH_SECONDS / max(pace, 1e-9)))
                     batch = [pool.queue.popleft()]
                     while len(batch) < size and not (batch[0].alone or pool.queue[0].alone):
                         batch.append(pool.queue.popleft())
@@ -346,6 +326,7 @@ class RewardScheduler(Workers[RewardWorker]):
     def _received(
         self, pool: Pool[RewardWorker], worker: RewardWorker, kind: str, fields: list[Any]
     ) -> None:
+        """Use the score of a call, or note that a batch has begun."""
         if kind == "score":
             key, index, stamp, *rest = fields
             result = Result.received(*rest)
@@ -362,6 +343,7 @@ class RewardScheduler(Workers[RewardWorker]):
             raise BadMessage(f"`{kind}` out of turn")
 
     def _overdue(self, pool: Pool[RewardWorker], worker: RewardWorker) -> None:
+        """Kill a worker whose call takes too long."""
         self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
 
     def _settle(
@@ -371,6 +353,7 @@ class RewardScheduler(Workers[RewardWorker]):
         to_blame: Mapping[tuple[int, int], str] | None,
         why: str,
     ) -> bool:
+        """Fail the calls to blame for a worker's end, and queue the others again."""
         if to_blame is None:
             to_blame = dict.fromkeys(worker.at_fault(), why)
         for (key, index), failure in to_blame.items():
@@ -384,13 +367,18 @@ class RewardScheduler(Workers[RewardWorker]):
         return bool(to_blame)
 
     def _take(self, job: Job, index: int, result: Result) -> None:
+        """Keep the result of a call, unless its job was cancelled."""
         if job.cancelled:
             return
         job.results[index] = result
-        if not self._is_async[index]:
-            taken = job.timeout if result.seconds is None else result.seconds
-            self._pace[index] += 0.2 * (taken - self._pace[index])
         if result.failure is not None:
-            self._failures.add(self.names[index], result.failure)
+            name, plural = self.names[index], FAILURE_KINDS[kind_of(result.failure)]
+            self._failures[f"rewards/{name}/{plural}"] += 1
+            count = self._failures[f"rewards/{name}/{plural}"]
+            if math.log10(count).is_integer():  # the 1st, 10th, 100th and so on
+                logger.warning(
+                    "reward function `%s` gave no score for a completion: %s [%s no. %d]",
+                    *(name, result.failure, plural, count),
+                )
         if job.complete:
-            self._finished.append(job)
+            self._came.append(job)

@@ -31,16 +31,10 @@ class DraftAudit:
     accepted_tokens: int = 0
     completed: int = 0
     """Drafts that were accepted whole."""
-    distance: float = 0.0
-    """Sum over tokens of `max(0, 1 - p/q)`, the rejection rate of token-wise verification."""
     lost: int = 0
     """Drafts that were discarded because weights that drew them are not kept."""
     nonfinite: int = 0
     """Drafts that were discarded for a log-prob that is not finite."""
-    compared: int = 0
-    """Tokens of drafts that were not accepted whole."""
-    gap: float = 0.0
-    """Sum over them of the difference between the log-probs of engine and trainer, 1 at most."""
     drawn: int = 0
     """Tokens that the verification drew: one after each prefix that it kept."""
 
@@ -59,14 +53,7 @@ class DraftAudit:
             "drafts/accepted_tokens": self.accepted_tokens,
             "drafts/accepted_share": self.accepted_tokens / max(1, self.tokens),
             "drafts/completed": self.completed,
-            "drafts/distance": self.distance / max(1, self.tokens),
-            **({"drafts/logp_difference": self.mean_gap} if self.compared else {}),
         }
-
-    @property
-    def mean_gap(self) -> float:
-        """Mean difference between the log-probs of engine and trainer under the same weights."""
-        return self.gap / max(1, self.compared)
 
 
 @dataclass(slots=True)
@@ -217,8 +204,6 @@ class PoolAudit:
     returned_tokens: int = 0
     """Tokens that rounds began with: drafts, and completions that were too old."""
     discarded_tokens: int = 0
-    recovered_tokens: int = 0
-    """Accepted tokens of drafts."""
     trained: list[int] = field(default_factory=list)
     """Length of each completion that was trained on."""
     first: list[Attempt] = field(default_factory=list)
@@ -233,24 +218,20 @@ class PoolAudit:
         self.tokens += trace.tokens + harvest.drafts.drawn
         self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
         self.discarded_tokens += harvest.discarded_tokens
-        self.recovered_tokens += harvest.drafts.accepted_tokens
         completions = [c for group in harvest.trained for c in group.completions]
         self.trained += (c.drawn for c in completions if not c.dropped)
         ended = [attempt(c) for c in completions]
         self.first += (a for a in (*ended, *harvest.discarded) if a.first)
 
     def metrics(self) -> dict[str, float]:
-        """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias, recovered tokens.
+        """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias.
 
         The length bias compares trained completions with first draws: a discarded completion counts
         with its unfinished first draw, and its redraw does not count again.
         """
         # the oldest drafts are verified first, so those of earlier pools come back first
         drawn = self.tokens + min(self.carried_tokens, self.returned_tokens)
-        wasted = self.recovered_tokens + self.discarded_tokens
-        recovered = {"pool/recovered_token_share": self.recovered_tokens / max(1, wasted)}
         return {
-            **(recovered if self.recovered_tokens else {}),
             "pool/rounds": self.rounds,
             "pool/bubble_ratio": self.idle_slot_seconds / (self.slot_seconds or 1.0),
             "pool/useful_token_share": 1 - self.discarded_tokens / max(1, drawn),

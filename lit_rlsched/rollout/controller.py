@@ -2,12 +2,12 @@
 
 import math
 import time
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lit_rlsched.engines.rollout_worker import Worker
-from lit_rlsched.rollout.progress import Progress
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.rollout.turns import Next, Turns
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
@@ -175,10 +175,6 @@ class RolloutController:
                 self._submit([sample])
         return self._progress.sorted(over)
 
-    def end_predictions(self) -> dict[str, float]:
-        """Let the predictor learn from the finished round, and return its accuracy metrics."""
-        return {} if self.lengths is None else self.lengths.end_round()
-
     def _waits(self, sample: Sample) -> bool:
         """Return whether a completion only uses a free slot in this round."""
         return sample.group.id in self.state.waiting
@@ -277,7 +273,10 @@ class RolloutController:
                 finished, self._came_finished = [], []
                 yield from self._await(samples)
             yield from self._scored()
-            yield from self._race()
+            while self.state.patient and self._rule.awaits(self.state):  # of groups that are ahead
+                self._patience -= self._wait(self._patience)
+                self.state.patient = self._patience > 0
+                yield from self._scored()
             if self._complete_groups:
                 yield from self._replace()
             if not self._came_finished:
@@ -296,13 +295,6 @@ class RolloutController:
                 yield from self._scored()
             if stop and self._progress.undecoded[group.id] and stop.stops(group):
                 yield from self._stop(group, [c for c in group.completions if c.finished])
-
-    def _race(self) -> Iterator[Group]:
-        """Wait for the scores of groups that are ahead, while the round has patience left."""
-        while self.state.patient and self._rule.awaits(self.state):
-            self._patience -= self._wait(self._patience)
-            self.state.patient = self._patience > 0
-            yield from self._scored()
 
     def _wait(self, timeout: float | None = None) -> float:
         """Wait for a score and return the seconds it took."""
@@ -428,3 +420,46 @@ class RolloutController:
         if probed:
             self._expect(probed)
         self.worker.submit(self._live[sample.id][1] for sample in samples)
+
+
+class Progress:
+    """Counts completions that need no more decoding, and ranks groups that have no others."""
+
+    def __init__(self, groups: Sequence[Group], patient: bool) -> None:
+        self.state = RoundState([], 0, patient=patient)
+        self.undecoded: dict[str, int] = {}
+        """Number of completions of each group that still decode."""
+        self.decoded_at: dict[str, tuple[int, int]] = {}
+        """Turn in which the last completion of a group was decoded, and the group's place."""
+        self._places: dict[str, int] = {}
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Group) -> None:
+        """Add a group to the round, in the last place."""
+        self.state.planned.append(group)
+        self.state.completions += len(group.completions)
+        self.undecoded[group.id] = len(group.completions)
+        self._places[group.id] = len(self._places)
+
+    def count(self, sample: Sample, turn: int) -> None:
+        """Record that a completion needs no more decoding."""
+        state, completion, name = self.state, sample.completion, sample.group.id
+        left = self.undecoded[name] = self.undecoded[name] - 1
+        state.completions_decoded += 1
+        if completion.finished:
+            state.finished.setdefault(name, []).append(completion)
+        if not left:
+            self.decoded_at[name] = turn, self._places[name]
+            insort(state.decoded, sample.group, key=lambda group: self.decoded_at[group.id])
+
+    def sorted(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Sort completions by the place of their group, and in it."""
+        return sorted(samples, key=lambda s: (self._places[s.group.id], s.completion.index))
+
+    def keep(self, group: Group, kept: list[Completion]) -> None:
+        """Take all completions but `kept` out of a group that was stopped."""
+        chosen = {c.index for c in kept}
+        others = [c for c in group.completions if c.index not in chosen]
+        self.state.stopped.setdefault(group.id, []).extend(others)
+        group.completions = kept

@@ -22,10 +22,9 @@ def pack(groups: Iterable[Group]) -> dict[str, Any]:
     spans = [s for c in completions for s in c.segments]
     return {
         "groups": [
-            (g.id, g.prompt.uid, len(g.completions), g.deferred, *astuple(g.sampling))
+            (g.id, g.prompt.uid, len(g.completions), g.deferred, *astuple(g.sampling), g.overtaken)
             for g in groups
         ],
-        "overtaken": [g.overtaken for g in groups],
         "index": torch.tensor([c.index for c in completions], dtype=torch.int32),
         "finish": torch.tensor([_FINISH.index(c.finish_reason) for c in completions]),
         "dropped": [c.dropped for c in completions],
@@ -62,10 +61,10 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
         "scores": state["scores"],
         "extra": [json.loads(extra or "{}") for extra in state["extra"]],
         "logged": state["logged"],
-        "messages": [json.loads(m or "[]") for m in state.get("messages", missing)],
-        "observation": state.get("observation", [""] * len(missing)),
-        "waited": state.get("waited", [0] * len(missing)),
-        "environment_state": state.get("environment_state", [""] * len(missing)),
+        "messages": [json.loads(m or "[]") for m in state["messages"]],
+        "observation": state["observation"],
+        "waited": state["waited"],
+        "environment_state": state["environment_state"],
         "attempts": state["attempts"].tolist(),
         "dropped": state["dropped"],
         "advantage": state["advantage"].tolist(),
@@ -74,13 +73,10 @@ def unpack(state: dict[str, Any], prompt: Callable[[str], Prompt]) -> list[Group
     }
     rows = zip(*columns.values(), strict=True)
     completions = (Completion(**dict(zip(columns, row, strict=True))) for row in rows)
-    groups = [
-        Group(group_id, prompt(uid), Sampling(*sampling), [*islice(completions, size)], deferred)
-        for group_id, uid, size, deferred, *sampling in state["groups"]
+    return [
+        Group(name, prompt(uid), Sampling(*sampling), [*islice(completions, size)], late, overtaken)
+        for name, uid, size, late, *sampling, overtaken in state["groups"]
     ]
-    for group, overtaken in zip(groups, state.get("overtaken", ()), strict=False):
-        group.overtaken = overtaken
-    return groups
 
 
 def _offsets(lists: Iterable[Sequence[Any]]) -> torch.Tensor:

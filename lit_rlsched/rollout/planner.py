@@ -9,7 +9,7 @@ from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    from lit_rlsched.data.source import DomainSource, StreamSource
+    from lit_rlsched.data.source import DomainSource
 
 
 class RolloutBuffer:
@@ -82,12 +82,12 @@ class RoundPlanner:
 
     def __init__(self, pool: RolloutBuffer, sampling: Sampling, num_generations: int) -> None:
         self.pool = pool
-        self.source: DomainSource | StreamSource | None = None
+        self.source: DomainSource | None = None
         """Gives the next prompts; set by `connect` once they are tokenised."""
         self.sampling = sampling
         self.num_generations = num_generations
 
-    def connect(self, source: "DomainSource | StreamSource") -> None:
+    def connect(self, source: "DomainSource") -> None:
         """Draw from `source`. A known source with the same domains keeps its position instead."""
         if self.source is None or set(self.source.domains) != set(source.domains):
             self.source = source

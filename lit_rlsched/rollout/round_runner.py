@@ -3,10 +3,11 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from lit_rlsched.rollout.audit import (
+    Attempt,
     DraftAudit,
     Harvest,
     PoolAudit,
@@ -14,14 +15,45 @@ from lit_rlsched.rollout.audit import (
     restart_stale,
     settle,
 )
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RoundPlanner
-from lit_rlsched.rollout.scoring import Feedback
+from lit_rlsched.rollout.scoring import EarlyStop, Feedback
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Completion, Group, Prompt, Sample
+from lit_rlsched.types import Completion, Group, Prompt
+
+
+class RoundHooks:
+    """The trainer's part in a round, in the order in which the round calls it. By default nothing.
+
+    Each round has its own object. What the attributes say is read after `planned`.
+    """
+
+    rounds: int | None = None
+    """Number of rounds until training ends, with this one; read before `planned`."""
+    stop: EarlyStop | None = None
+    """Stops groups that need no more completions."""
+    max_num_gen_batches: int = 1
+    """Bound on the prompts of a round, as a multiple of an update's; above 1, `is_replaced`
+    decides which prompts are replaced."""
+
+    def planned(self, groups: list[Group]) -> None:
+        """Called with the groups of the round, before anything is drawn."""
+
+    def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
+        """Turn drafts of groups into completions of a policy version, before anything is drawn."""
+        return DraftAudit()
+
+    def is_replaced(self, group: Group) -> bool:
+        """Return whether another prompt takes the place of a complete group."""
+        return False
+
+    def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
+        """Called each time a group completes."""
+
+
+_ATTEMPTS = ("ran", "unfinished", "stale", "stopped")
 
 
 @dataclass(slots=True)
@@ -35,17 +67,66 @@ class DrawnRound:
     rule: RoundRule
     planned: list[Group]
     """All groups of the round; replacements come last."""
-    begun: dict[str, int]
-    """Tokens that each completion had before the round, by request id."""
     harvest: Harvest
     trace: RolloutTrace
     failures: Counter[str]
     """Failures of single completions: see `RolloutSession.failures`."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups as they were planned, and as they were drawn."""
+        return [*self.planned, *self.harvest.trained, *self.harvest.left]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all its completions."""
+        return sum(a.tokens for a in self.harvest.ran)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the round, as primitives and tensors."""
+        from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
+
+        harvest = self.harvest
+        return {
+            "number": self.number,
+            "version": self.version,
+            "planned": pack(replace(group, completions=[]) for group in self.planned),
+            "trained": pack(harvest.trained),
+            "left": pack(harvest.left),
+            "attempts": {n: [list(a) for a in getattr(harvest, n)] for n in _ATTEMPTS},
+            "drafts": list(astuple(harvest.drafts)),
+            "trace": self.trace.state_dict(),
+            "failures": dict(self.failures),
+            "metrics": dict(self.metrics),
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], rule: RoundRule, prompt: Callable[[str], Prompt]
+    ) -> "DrawnRound":
+        """Create the round that `state_dict` described; `prompt` finds a prompt by its uid."""
+        from lit_rlsched.rollout.packing import unpack
+
+        attempts = {n: [Attempt(*a) for a in state["attempts"][n]] for n in _ATTEMPTS}
+        trained, left = unpack(state["trained"], prompt), unpack(state["left"], prompt)
+        return cls(
+            state["number"],
+            state["version"],
+            rule,
+            unpack(state["planned"], prompt),
+            Harvest(trained, left, drafts=DraftAudit(*state["drafts"]), **attempts),
+            RolloutTrace.from_state(state["trace"]),
+            Counter(state["failures"]),
+            dict(state["metrics"]),
+        )
 
 
 class RoundInProgress:
-    """A round between its plan and its harvest; `decode` may run in a thread of its own."""
+    """A round between its plan and its harvest; `decode` may run in a thread of its own.
+
+    `salt` tells rounds of the same version apart.
+    """
 
     def __init__(
         self,
@@ -54,11 +135,11 @@ class RoundInProgress:
         rule: RoundRule,
         number: int,
         version: int,
-        salt: str,
         hooks: RoundHooks,
+        salt: str = "",
     ) -> None:
         began = time.perf_counter()
-        self._planner, self._session, self._hooks = runner.planner, session, hooks
+        self._planner, self.session, self._hooks = runner.planner, session, hooks
         self.rule, self.number, self.version = rule, number, version
         self._drafts, self._verifying = DraftAudit(), 0.0
         self._failed = session.failures()
@@ -68,10 +149,9 @@ class RoundInProgress:
         self._waiting = {group.id for group in rule.waiting(self.groups)}
         hooks.planned(self.groups)
         self._verify(self.groups, old)
-        samples = [Sample(g, c) for g in self.groups for c in g.completions]
-        self._begun = {sample.id: len(sample.completion.token_ids) for sample in samples}
         replaces = hooks.max_num_gen_batches > 1
         feedback = Feedback(hooks.stop, self._another if replaces else None)
+        salt = f"{runner.salt} {salt}".strip()
         self._rollout = session.rollout(self.groups, version, rule, salt, True, feedback)
         self._seconds = time.perf_counter() - began
 
@@ -90,7 +170,7 @@ class RoundInProgress:
         if not old:
             return
         began = time.perf_counter()
-        with self._session.timeline.doing("verify", TRAINER):
+        with self.session.timeline.doing("verify", TRAINER):
             self._drafts += self._hooks.verify(groups, self.version)
         self._verifying += time.perf_counter() - began
         for completion, was in old:
@@ -114,12 +194,13 @@ class RoundInProgress:
     def decode(self) -> None:
         """Decode and score the groups until the rule ends the round."""
         began = time.perf_counter()
-        controller, trace = self._session.controller, self._session.trace
+        controller, trace = self.session.controller, self.session.trace
         for _ in self._rollout:
             self._hooks.advanced(controller.state, trace)
-        self._metrics = controller.end_predictions() | self._session.metrics()
+        predicted = {} if controller.lengths is None else controller.lengths.end_round()
+        self._metrics = predicted | self.session.metrics()
         self._state, self._trace = controller.state, trace
-        self._failed = self._session.failures() - self._failed
+        self._failed = self.session.failures() - self._failed
         self._seconds += time.perf_counter() - began
 
     def harvest(self) -> DrawnRound:
@@ -132,7 +213,7 @@ class RoundInProgress:
         if self._hooks.max_num_gen_batches > 1:
             batches = len(self._due) / self.rule.update_prompts
             metrics["dynamic_sampling/num_gen_batches"] = batches
-        if (control_tokens := self._session.control_tokens) is not None:
+        if (control_tokens := self.session.control_tokens) is not None:
             metrics |= control_tokens.of_prompts(group.prompt for group in self._due)
         metrics["time/rollout"] = self._seconds
         return DrawnRound(
@@ -140,7 +221,6 @@ class RoundInProgress:
             self.version,
             self.rule,
             self.groups,
-            self._begun,
             harvest,
             self._trace,
             self._failed,
@@ -167,22 +247,6 @@ class RoundRunner:
         """Part of every seed, so that a second Trainer draws other noise."""
         return f"run {self.runs}" if self.runs else ""
 
-    def begin(
-        self,
-        session: RolloutSession,
-        rule: RoundRule,
-        number: int,
-        version: int,
-        hooks: RoundHooks | None = None,
-        salt: str = "",
-    ) -> RoundInProgress:
-        """Plan a round and give the engine the weights; the arguments are those of `run`.
-
-        `salt` tells rounds of the same version apart.
-        """
-        salt = f"{self.salt} {salt}".strip()
-        return RoundInProgress(self, session, rule, number, version, salt, hooks or RoundHooks())
-
     def run(
         self,
         session: RolloutSession,
@@ -192,7 +256,7 @@ class RoundRunner:
         hooks: RoundHooks | None = None,
     ) -> DrawnRound:
         """Draw and score a round."""
-        begun = self.begin(session, rule, number, version, hooks)
+        begun = RoundInProgress(self, session, rule, number, version, hooks or RoundHooks())
         begun.decode()
         return begun.harvest()
 

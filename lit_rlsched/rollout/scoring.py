@@ -82,7 +82,7 @@ class Scorer:
         )
 
     def arguments(self, group: Group, completion: Completion) -> dict[str, Any]:
-        """Return what functions are called with, for `workers.messages.packed_row`."""
+        """Return what functions are called with, for `workers.pool.packed_row`."""
         answer: Any = completion.shown
         if answer is completion.text and not isinstance(group.prompt.text, str):  # a chat
             answer = [{"role": "assistant", "content": completion.text}]

@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent import futures
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.devices import give_back
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.background import Background
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
@@ -20,6 +21,7 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group
 
+T = TypeVar("T")
 Sync = Callable[[int], Mapping[str, float]]
 """Copies the weights of a policy version to the engine and returns metrics."""
 
@@ -75,8 +77,8 @@ class RolloutSession:
             self.controller = RolloutController(
                 worker,
                 scorer,
-                on_completion=background.kept(self._watched(on_completion)),
-                on_group=background.kept(self._unwatched(on_group)),
+                on_completion=background.kept(lambda c: (self._watch or on_completion)(c)),
+                on_group=background.kept(lambda g: None if self._watch else on_group(g)),
                 heed=background.heed,
                 **controller,
             )
@@ -100,12 +102,12 @@ class RolloutSession:
 
     def metrics(self) -> dict[str, float]:
         """Return the last rollout's metrics beside its trace: waits and last sync."""
-        metrics: dict[str, float] = {}
-        if self.controller.waits_for_scores:
-            metrics["rollout/score_wait_seconds"] = self.controller.waited
-        if (turns := self.controller.turns) is not None:
+        controller, metrics = self.controller, dict[str, float]()
+        if controller.waits_for_scores:
+            metrics["rollout/score_wait_seconds"] = controller.waited
+        if (turns := controller.turns) is not None:
             metrics |= turns.metrics(self.trace.seconds * self.trace.slots)
-        return metrics | self.controller.worker.metrics() | dict(self._synced)
+        return metrics | controller.worker.metrics() | dict(self._synced)
 
     def rollout(
         self,
@@ -134,54 +136,44 @@ class RolloutSession:
         return cast(Generator[Group, None, None], rollout)
 
     def _run(self, version: int, groups: Iterator[Group]) -> Generator[Group | None, None, None]:
-        """Yield `None` once the weights are synced, then the groups."""
+        """Yield `None` once the weights are synced, then the groups.
+
+        The timeline gets what engines and rewards do for the rollout, and that the trainer waits.
+        """
         give_back(self.spec.device)
         self.engine.wake()
+        timeline, began = self.timeline, None
         try:
-            with self.timeline.doing(WEIGHTS, TRAINER, ENGINES):
+            with timeline.doing(WEIGHTS, TRAINER, ENGINES):
                 self._synced = self._sync(version)
             self.controller.worker.start_trace()
-            with self._on_timeline():
-                yield None
-                yield from groups
+            began, self.scorer.waits = timeline.now(), []
+            yield None
+            yield from groups
         finally:
+            if began is not None:
+                waiting = ENGINES
+                if not self.engine.virtual_clock:
+                    timeline.add_trace(self.trace)
+                if not self.background.running:
+                    waiting = TRAINER
+                    self.rollout_ended = timeline.now()
+                    timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
+                for start, end in self.scorer.waits:
+                    timeline.add(waiting, "rewards", start, end, REWARDS)
             self.engine.sleep()
-
-    @contextmanager
-    def _on_timeline(self) -> Iterator[None]:
-        """Record when engines and rewards work for the rollout, and that the trainer waits."""
-        timeline, waiting = self.timeline, ENGINES
-        began, self.scorer.waits = timeline.now(), []
-        try:
-            yield
-        finally:
-            if not self.engine.virtual_clock:
-                timeline.add_trace(self.trace)
-            if not self.background.running:
-                waiting = TRAINER
-                self.rollout_ended = timeline.now()
-                timeline.add(TRAINER, "rollout", began, self.rollout_ended, ENGINES)
-            for start, end in self.scorer.waits:
-                timeline.add(waiting, "rewards", start, end, REWARDS)
 
     def in_background(self, decode: Callable[[], None]) -> None:
         """Run `decode`, which runs the current rollout, in a thread until `wait`.
 
         Hooks that the rollout calls meanwhile are called in `wait`, and `heed` is not.
         """
-        self.engine.policy_changes()
         self.background.start(decode)
 
     def wait(self) -> None:
         """Wait for the rollout in the background, if there is one; its exception is raised here."""
         if self.background.running:
             self.background.wait(self.timeline.doing("rollout", TRAINER, waits_for=ENGINES))
-
-    def _watched(self, hook: Callable[[Completion], None]) -> Callable[[Completion], None]:
-        return lambda completion: (self._watch or hook)(completion)
-
-    def _unwatched(self, hook: Callable[[Group], None]) -> Callable[[Group], None]:
-        return lambda group: hook(group) if self._watch is None else None
 
     def restart(self, tensor_parallel_size: int) -> None:
         """Restart the engine with its model split over `tensor_parallel_size` devices.
@@ -217,3 +209,71 @@ class RolloutSession:
             stack.callback(self.engine.close)
             stack.callback(self._rollout.close)
             stack.callback(self.background.shutdown)
+
+
+class Background:
+    """Runs one rollout at a time in a thread, and keeps the hooks that it calls for `wait`."""
+
+    def __init__(self, heed: Callable[[], None]) -> None:
+        self._trainer_heed = heed
+        self._threads = futures.ThreadPoolExecutor(1, "rollout")
+        self._rollout: futures.Future[None] | None = None
+        self._held: list[Callable[[], None]] | None = None
+        """Hooks that the rollout has not called yet; set before its thread begins."""
+        self._closing = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a rollout was started, and not waited for."""
+        return self._held is not None
+
+    def start(self, decode: Callable[[], None]) -> None:
+        """Run `decode` until `wait`."""
+        self._held = []
+        self._rollout = self._threads.submit(decode)
+
+    def wait(self, waiting: AbstractContextManager[None]) -> None:
+        """Wait for the rollout in the context `waiting`, then call the hooks that were kept.
+
+        An exception of the rollout is raised here.
+        """
+        rollout, held = self._rollout, self._held
+        assert rollout is not None and held is not None
+        try:
+            with waiting:
+                futures.wait([rollout])
+        except BaseException:  # a second Ctrl-C
+            self._closing = True
+            raise
+        self._rollout = self._held = None
+        rollout.result()
+        for hook in held:
+            hook()
+
+    def heed(self) -> None:
+        """Called by the rollout before each step, wherever it runs."""
+        if self._held is None:
+            self._trainer_heed()
+        elif self._closing:
+            raise futures.CancelledError
+
+    def kept(self, hook: Callable[[T], None]) -> Callable[[T], None]:
+        """Return a hook that `wait` calls, if the rollout in the background has called it."""
+
+        def call(of: T) -> None:
+            if self._held is not None:
+                self._held.append(partial(hook, of))
+            else:
+                hook(of)
+
+        return call
+
+    def close(self) -> None:
+        """Let the rollout end at its next step."""
+        self._closing = True
+
+    def shutdown(self) -> None:
+        """Wait until the thread has ended."""
+        if self._rollout is not None:
+            futures.wait([self._rollout])
+        self._threads.shutdown()

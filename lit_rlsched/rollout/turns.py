@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import count
 from typing import Any, Literal
 
@@ -17,6 +18,41 @@ from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Samp
 Next = Literal["decodes", "over", "lost", "diverged"]
 """What becomes of a completion: it goes on, it is finished, its session has to be opened again, or
 it has to begin anew."""
+
+
+class State(Enum):
+    """Where a completion is that has a session."""
+
+    WAITS = auto()
+    """For its environment."""
+    ANSWERED = auto()
+    """`poll` has not told yet what becomes of it."""
+    DECODES = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A completion from where its session is opened to where it is over."""
+
+    sample: Sample
+    environment: Environment
+    state: State = State.WAITS
+    becomes: Next | None = None
+    """What becomes of it, if its environment has answered."""
+    lost: bool = False
+    """Whether its session has to be opened again, after the turn that it decodes."""
+    reason: FinishReason | None = None
+    """Why it has ended: it counts as unfinished until it is handed over to be scored."""
+    again: list[tuple[int, int]] | None = None
+    """Turns whose calls are made again; None if all are made."""
+    at: int = 0
+    """Tokens before the reply that comes next, while calls are made again."""
+    restored: bool = False
+    """Whether its environment has got its state back, so that no call has to be made."""
+    due: tuple[int, int] | None = None
+    """Decode step in which it goes on, and its place among all calls."""
+    called: int | None = None
+    """Decode step in which it has called its tools."""
 
 
 class Turns:
@@ -43,24 +79,10 @@ class Turns:
         self._timeout = timeout
         self._control_tokens = control_tokens
         self._most = max_tool_calling_iterations
-        self._open: dict[str, Sample] = {}
-        """Samples whose session is open, or waits to be opened, by id."""
-        self._waiting: set[str] = set()
-        """Ids of those that wait for their environment."""
-        self._reasons: dict[str, FinishReason | None] = {}
-        """Why completions have ended that wait for their rewards."""
-        self._lost: set[str] = set()
-        """Ids of completions that decode, and whose session is opened again after their turn."""
-        self._repeats: dict[str, _Repeat] = {}
-        """Completions whose calls are made again, by id."""
+        self._turns: dict[str, _Turn] = {}
+        """Completions with a session, by id."""
         self.counts: Counter[str] = Counter()
         """Completions begun, turns, tools called, failed calls and control tokens of the round."""
-        self._answered: dict[str, tuple[Sample, Next]] = {}
-        """What becomes of completions whose environments have answered, by id."""
-        self._due: dict[str, tuple[int, int]] = {}
-        """Decode step in which a completion goes on, and its place among all calls, by id."""
-        self._called: dict[str, int] = {}
-        """Decode step in which a completion has called its tools, by id."""
         self._places = count()
         self._step = self._skipped = 0
         """Decode steps of the round, and steps that nothing had to be decoded in."""
@@ -72,14 +94,11 @@ class Turns:
     @property
     def pending(self) -> int:
         """Number of completions that wait for their environment."""
-        return len(self._waiting) + len(self._answered)
+        return sum(turn.state is not State.DECODES for turn in self._turns.values())
 
     @property
     def _now(self) -> int:
         return self._step + self._skipped
-
-    def _of(self, sample: Sample) -> Environment:
-        return self._environments.of(sample.group.prompt.columns)
 
     def begin(self, sample: Sample) -> None:
         """Open a session for a completion that is to begin, or to go on.
@@ -91,7 +110,8 @@ class Turns:
         completion = sample.completion
         completion.finish_reason = completion.dropped = completion.failure = None
         completion.given = {}
-        environment, prompt = self._of(sample), sample.group.prompt
+        prompt = sample.group.prompt
+        environment = self._environments.of(prompt.columns)
         goes_on = environment.has_state and bool(completion.token_ids)
         state = completion.environment_state if goes_on else ""
         if state:
@@ -99,9 +119,10 @@ class Turns:
             completion.messages = completion.messages[: max(replies, default=0)]
         else:
             completion.messages = []
+        before = self._turns.get(sample.id)  # whose session was lost
+        turn = _Turn(sample, environment, restored=bool(state), due=before.due if before else None)
         if completion.token_ids:
-            turns = [] if state else turns_of(completion)
-            self._repeats[sample.id] = _Repeat(turns, restored=bool(state))
+            turn.again = [] if state else turns_of(completion)
         asked = environment.takes_prompt or prompt.text != NO_PROMPT
         given = {"prompt": prompt.text} if asked else {}
         columns: dict[str, Any] = {**given, **prompt.columns}
@@ -111,16 +132,16 @@ class Turns:
             # the same for all completions of a group, which are compared with each other
             seed = stable_hash("environment", self._seed, sample.group.id) % 2**31
             columns = {"seed": seed, **columns}
-        self.counts["begun"] += sample.id not in self._repeats
-        self._open[sample.id] = sample
-        self._wait_for(sample)
+        self.counts["begun"] += turn.again is None
+        self._turns[sample.id] = turn
+        self._wait_for(turn)
         self._scheduler.open(sample.id, environment.name, columns, state)
 
-    def _wait_for(self, sample: Sample) -> None:
-        self._waiting.add(sample.id)
-        if self.tool_steps is not None:
-            due = self._now + self.tool_steps
-            self._due.setdefault(sample.id, (due, next(self._places)))
+    def _wait_for(self, turn: _Turn) -> None:
+        """Note that a completion waits for an answer."""
+        turn.state = State.WAITS
+        if self.tool_steps is not None and turn.due is None:
+            turn.due = self._now + self.tool_steps, next(self._places)
 
     def begin_round(self, step: int) -> None:
         """Count anew, from a decode step on."""
@@ -135,57 +156,61 @@ class Turns:
         """
         if step is not None:
             self._step = step
-        if sample.id in self._lost:
-            self._lost.remove(sample.id)
-            return "lost"
-        completion = sample.completion
-        calls = self._calls(sample, start_of_turn(completion), len(completion.token_ids))
-        turns = sum(message["role"] == "assistant" for message in completion.messages)
-        if calls and completion.finish_reason == "stop" and turns <= (self._most or turns):
-            self.counts["calls"] += len(calls)
-            completion.finish_reason = None
-            self._wait_for(sample)
-            self._called[sample.id] = self._now
-            self._scheduler.call(sample.id, calls)
-            return None
-        return self._end(sample)
+        turn = self._turns[sample.id]
+        becomes: Next | None = "lost" if turn.lost else self._ask(turn)
+        if becomes == "over":
+            del self._turns[sample.id]
+        return becomes
 
-    def _calls(self, sample: Sample, start: int, end: int) -> list[Call]:
+    def _ask(self, turn: _Turn) -> Next | None:
+        """Call the tools that a whole turn names; if it names none, the completion is over."""
+        sample, completion = turn.sample, turn.sample.completion
+        calls = self._calls(turn, start_of_turn(completion), len(completion.token_ids))
+        turns = sum(message["role"] == "assistant" for message in completion.messages)
+        if not calls or completion.finish_reason != "stop" or turns > (self._most or turns):
+            return self._end(turn)
+        self.counts["calls"] += len(calls)
+        completion.finish_reason = None
+        self._wait_for(turn)
+        turn.called = self._now
+        self._scheduler.call(sample.id, calls)
+        return None
+
+    def _calls(self, turn: _Turn, start: int, end: int) -> list[Call]:
         """Append the message of a turn, given by its first token and its end; return its calls."""
-        completion = sample.completion
-        before = [*sample.group.prompt.token_ids, *completion.token_ids[:start]]
-        turn = completion.token_ids[start:end]
-        message, calls = self._chat.calls(before, turn, self._of(sample).schemas)
+        completion = turn.sample.completion
+        before = [*turn.sample.group.prompt.token_ids, *completion.token_ids[:start]]
+        drawn = completion.token_ids[start:end]
+        message, calls = self._chat.calls(before, drawn, turn.environment.schemas)
         self.counts["turns"] += 1
         self.counts["unparsed"] += calls is None
         completion.messages.append(message)
         return calls or []
 
-    def _repeat(self, sample: Sample) -> Next | None:
+    def _repeat(self, turn: _Turn) -> Next | None:
         """Make the next calls of a completion again; once all are made, let it go on."""
-        repeat, completion = self._repeats[sample.id], sample.completion
+        sample, completion = turn.sample, turn.sample.completion
         whole = len(completion.token_ids)
-        if repeat.turns:
-            start, repeat.at = repeat.turns.pop(0)
-            if repeat.at < whole:
-                self._wait_for(sample)
-                self._scheduler.call(sample.id, self._calls(sample, start, repeat.at))
+        if turn.again:
+            start, turn.at = turn.again.pop(0)
+            if turn.at < whole:
+                self._scheduler.call(sample.id, self._calls(turn, start, turn.at))
                 return None
-        del self._repeats[sample.id]
+        turn.again = None
         replied = start_of_turn(completion) == whole
         ended = not replied and self._chat.ends(completion.token_ids[-1])
         if not ended and whole < sample.group.sampling.max_completion_length:
             return "decodes"
         completion.finish_reason = "stop" if ended else "length"
-        return self._end(sample) if replied else self.ended(sample)
+        return self._end(turn) if replied else self._ask(turn)
 
-    def _same(self, sample: Sample, ids: Sequence[int]) -> Next | None:
+    def _same(self, turn: _Turn, ids: Sequence[int]) -> Next | None:
         """Go on with a repeat if an environment has answered what it had answered before."""
-        repeat, completion = self._repeats[sample.id], sample.completion
-        end = repeat.turns[0][0] if repeat.turns else len(completion.token_ids)
-        if [*completion.token_ids[repeat.at : end]] == [*ids]:
-            return self._repeat(sample)
-        self.leave(sample)
+        sample, completion = turn.sample, turn.sample.completion
+        end = turn.again[0][0] if turn.again else len(completion.token_ids)
+        if [*completion.token_ids[turn.at : end]] == [*ids]:
+            return self._repeat(turn)
+        self._close(turn)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -197,131 +222,129 @@ class Turns:
             )
         return "diverged"
 
-    def _end(self, sample: Sample) -> Next | None:
+    def _end(self, turn: _Turn) -> Next | None:
         """Ask for the rewards of a completion that is over, or end its session."""
-        if self._scheduler.scores and self._of(sample).factory is not None:
-            self._wait_for(sample)
-            row = self._row(sample.group, sample.completion)
-            self._scheduler.reward(sample.id, row, self._timeout(sample.group))
-            # unfinished, as long as it is not handed over to be scored
-            self._reasons[sample.id] = sample.completion.finish_reason
-            sample.completion.finish_reason = None
-            return None
-        self.leave(sample)
-        return "over"
+        sample, completion = turn.sample, turn.sample.completion
+        if not self._scheduler.scores or turn.environment.factory is None:
+            self._close(turn)
+            return "over"
+        self._wait_for(turn)
+        row = self._row(sample.group, completion)
+        self._scheduler.reward(sample.id, row, self._timeout(sample.group))
+        turn.reason, completion.finish_reason = completion.finish_reason, None
+        return None
 
     def must_wait(self, step: int, idle: bool) -> bool:
         """Return whether nothing can go on before another answer is there."""
         self._collect()
         self._step = step
+        turns = self._turns.values()
+        waits = any(turn.state is State.WAITS for turn in turns)
         if self.tool_steps is None:
-            return idle and bool(self._waiting) and not self._answered
+            return idle and waits and not any(turn.state is State.ANSWERED for turn in turns)
         blocked = self._scheduler.needs_another_to_end
-        due = {i: at for i, (at, _) in self._due.items() if not blocked(i)}
+        due = [(t.due[0], t.state) for t in turns if t.due and not blocked(t.sample.id)]
         if idle and due:
-            self._skipped += max(0, min(due.values()) - self._now)
-        late = any(at <= self._now for i, at in due.items() if i in self._waiting)
-        return late or (idle and not due and bool(self._waiting))
+            self._skipped += max(0, min(at for at, _ in due) - self._now)
+        late = any(at <= self._now and state is State.WAITS for at, state in due)
+        return late or (idle and not due and waits)
 
     def poll(self) -> Iterator[tuple[Sample, Next]]:
         """Yield completions that go on, and what becomes of them."""
         self._collect()
         now = self._now
-        due = {i: self._due.get(i, (now, 0)) for i in self._answered}
-        for i in sorted(due, key=due.__getitem__):
-            sample, becomes = self._answered[i]
-            if becomes == "lost":  # it waits on
-                yield self._answered.pop(i)
-            elif due[i][0] <= now:
-                self._due.pop(i, None)
-                self._count_wait(sample)
-                if becomes == "over":
-                    sample.completion.finish_reason = self._reasons.pop(i)
-                yield self._answered.pop(i)
+        answered = [turn for turn in self._turns.values() if turn.state is State.ANSWERED]
+        for turn in sorted(answered, key=lambda turn: turn.due or (now, 0)):
+            becomes = turn.becomes
+            assert becomes is not None
+            if becomes != "lost":  # which waits on
+                if turn.due is not None and turn.due[0] > now:
+                    continue
+                turn.due = None
+                self._count_wait(turn)
+            if becomes == "over":
+                turn.sample.completion.finish_reason = turn.reason
+            if becomes in ("over", "diverged"):
+                del self._turns[turn.sample.id]
+            turn.state, turn.becomes = State.DECODES, None
+            yield turn.sample, becomes
 
     def _collect(self) -> None:
         """Use the answers that have come."""
         for answer in self._scheduler.poll():
-            sample = self._open[str(answer.key)]
-            decodes = sample.id not in self._waiting
-            self._waiting.discard(sample.id)
-            reason = self._reasons.pop(sample.id, None)
-            sample.completion.finish_reason = reason
-            if decodes:  # the engine may still report tokens: it begins again after its turn
-                del self._open[sample.id]
-                self._lost.add(sample.id)
+            turn = self._turns[str(answer.key)]
+            completion = turn.sample.completion
+            if turn.state is not State.WAITS:
+                turn.lost = True  # the engine may still report tokens
                 continue
-            due = self._due.get(sample.id)
-            becomes = self._take(sample, answer)
-            if becomes is not None:
-                self._answered[sample.id] = sample, becomes
-                if due is not None:  # also if it has left
-                    self._due[sample.id] = due
-            if becomes == "over":  # unfinished, as long as it is not handed over
-                self._reasons[sample.id] = sample.completion.finish_reason
-                sample.completion.finish_reason = None
+            completion.finish_reason, turn.reason = turn.reason, None
+            turn.becomes = self._take(turn, answer)
+            if turn.becomes is not None:
+                turn.state = State.ANSWERED
+            if turn.becomes == "over":
+                turn.reason, completion.finish_reason = completion.finish_reason, None
 
-    def _take(self, sample: Sample, answer: Answer) -> Next | None:
+    def _take(self, turn: _Turn, answer: Answer) -> Next | None:
         """Use an answer; None if there is another one to wait for."""
         if answer.what == "lost":
-            self.leave(sample)
+            self._close(turn)
             return "lost"
-        repeat = self._repeats.get(sample.id)
-        if answer.failure is not None and answer.what == "open" and repeat and repeat.restored:
-            self.leave(sample)
+        if answer.failure is not None and answer.what == "open" and turn.restored:
+            self._close(turn)
             return "diverged"  # its class has changed
         if answer.failure is not None:
-            return self._drop(sample, *answer.failure.split(":", 1))
+            return self._drop(turn, *answer.failure.split(":", 1))
         if answer.what == "open":
-            return self._begun(sample, answer.result, answer.state)
+            return self._begun(turn, answer.result, answer.state)
         if answer.what == "call":
-            return self._replied(sample, answer.result, answer.state)
-        sample.completion.given = answer.result
-        self.leave(sample)
+            return self._replied(turn, answer.result, answer.state)
+        turn.sample.completion.given = answer.result
+        self._close(turn)
         return "over"
 
-    def _begun(self, sample: Sample, observation: str | None, state: str) -> Next | None:
+    def _begun(self, turn: _Turn, observation: str | None, state: str) -> Next | None:
         """Append the end of the prompt, with what `reset` has returned."""
-        environment, prompt = self._of(sample), sample.group.prompt
-        repeats = sample.id in self._repeats
-        restored = repeats and self._repeats[sample.id].restored
-        if environment.factory is None or restored:  # the prompt is whole
-            return self._repeat(sample) if repeats else "decodes"
-        before, sample.completion.observation = sample.completion.observation, observation or ""
+        sample, environment = turn.sample, turn.environment
+        completion, prompt = sample.completion, sample.group.prompt
+        repeats = turn.again is not None
+        if environment.factory is None or turn.restored:  # the prompt is whole
+            return self._repeat(turn) if repeats else "decodes"
+        before, completion.observation = completion.observation, observation or ""
         messages = sample.prompt
         assert not isinstance(messages, str), "checked at the start"
         ids = self._chat.opening(messages, environment.schemas, prompt.columns)
         begun, more = tuple(ids[: len(prompt.token_ids)]), ids[len(prompt.token_ids) :]
         fits = len(more) < sample.group.sampling.max_completion_length
         if begun != prompt.token_ids or not fits:
-            sample.completion.observation = before  # the model does not see the new one
-            return self._drop(sample, "observation", "it is too long, or changes the prompt")
+            completion.observation = before  # the model does not see the new one
+            return self._drop(turn, "observation", "it is too long, or changes the prompt")
         if repeats:
-            return self._same(sample, more)
+            return self._same(turn, more)
         self._count_control_tokens(observation or "", RESET)
-        sample.completion.take_reply(more)
-        sample.completion.environment_state = state
+        completion.take_reply(more)
+        completion.environment_state = state
         return "decodes"
 
     def _replied(
-        self, sample: Sample, replies: Sequence[tuple[str, Any, bool]], state: str
+        self, turn: _Turn, replies: Sequence[tuple[str, Any, bool]], state: str
     ) -> Next | None:
         """Append the replies of tools. If they do not fit, the completion ends, as in TRL."""
-        completion, repeats = sample.completion, sample.id in self._repeats
-        self.counts["failures"] += 0 if repeats else sum(failed for _, _, failed in replies)
+        sample, completion = turn.sample, turn.sample.completion
+        repeats = turn.again is not None
         messages = self._chat.replies(completion.messages[-1], replies)
         as_read = [{**m, "content": self._chat.text_of(m["content"])} for m in messages]
-        have = self._repeats[sample.id].at if repeats else len(completion.token_ids)
+        have = turn.at if repeats else len(completion.token_ids)
         room = sample.group.sampling.max_completion_length - have
         try:
             ids = self._chat.reply(messages, room, sample.group.prompt.columns)
         except Exception as error:  # what a template raises has many types
-            return self._drop(sample, "reply", f"{type(error).__name__}: {error}")
+            return self._drop(turn, "reply", f"{type(error).__name__}: {error}")
         if repeats:
             completion.messages += as_read
-            return self._same(sample, ids or ())
-        self._count_wait(sample)  # not what rewards take
-        known = {tool["function"]["name"] for tool in self._of(sample).schemas}
+            return self._same(turn, ids or ())
+        self._count_wait(turn)  # not what rewards take
+        known = {tool["function"]["name"] for tool in turn.environment.schemas}
+        self.counts["failures"] += sum(failed for _, _, failed in replies)
         for message in as_read:
             name, text = message["name"], message["content"]
             # a model writes any name
@@ -329,54 +352,53 @@ class Turns:
             self._count_control_tokens(text, source)
         if ids is None:
             completion.finish_reason = "stop"
-            return self._end(sample)
+            return self._end(turn)
         completion.messages += as_read
         completion.take_reply(ids)
         completion.environment_state = state
         if len(ids) < room:
             return "decodes"
         completion.finish_reason = "length"
-        return self._end(sample)
+        return self._end(turn)
 
     def _count_control_tokens(self, text: str, source: str) -> None:
+        """Count the control tokens of a text, and tell of its source."""
         if self._control_tokens is not None:
             self.counts["control_tokens"] += self._control_tokens.of_reply(text, source)
 
-    def _drop(self, sample: Sample, kind: str, why: str = "") -> Next:
-        completion = sample.completion
+    def _drop(self, turn: _Turn, kind: str, why: str = "") -> Next:
+        """End a completion that its environment has failed."""
+        completion = turn.sample.completion
         completion.dropped, completion.failure = f"environment_{kind}", why
         completion.finish_reason = completion.finish_reason or "stop"
-        self.leave(sample)
+        self._close(turn)
         return "over"
 
-    def _count_wait(self, sample: Sample) -> None:
+    def _count_wait(self, turn: _Turn) -> None:
         """Count the decode steps since a call; with `tool_steps` each reply has taken as many."""
-        called, completion = self._called.pop(sample.id, self._now), sample.completion
+        completion, called = turn.sample.completion, turn.called
+        turn.called = None
         if self.tool_steps is None:
-            completion.waited += self._now - called
+            completion.waited += 0 if called is None else self._now - called
         else:
             replies = sum(author == ENVIRONMENT for author, _ in completion.segments[1:])
             completion.waited = self.tool_steps * replies
 
-    def leave(self, sample: Sample) -> None:
+    def _close(self, turn: _Turn) -> None:
         """End the session of a completion, whatever it waits for."""
-        self._lost.discard(sample.id)
-        self._reasons.pop(sample.id, None)
-        self._count_wait(sample)
-        for by_id in (self._repeats, self._answered, self._due):
-            by_id.pop(sample.id, None)
-        if self._open.pop(sample.id, None) is not None:
-            self._waiting.discard(sample.id)
-            self._scheduler.close(sample.id)
+        self._count_wait(turn)
+        self._scheduler.close(turn.sample.id)
+
+    def leave(self, sample: Sample) -> None:
+        """Forget a completion and end its session."""
+        if turn := self._turns.pop(sample.id, None):
+            self._close(turn)
 
     def end_round(self) -> None:
         """End all sessions."""
-        for sample in [*self._open.values(), *(s for s, _ in self._answered.values())]:
-            self._count_wait(sample)
-        for of_ids in (self._open, self._waiting, self._reasons, self._lost, self._repeats):
-            of_ids.clear()
-        for by_id in (self._answered, self._due, self._called):
-            by_id.clear()
+        for turn in self._turns.values():
+            self._count_wait(turn)
+        self._turns.clear()
         self._scheduler.end_round()
 
     def note_free(self, slots: int) -> None:
@@ -404,18 +426,6 @@ class Turns:
     def wait(self, seconds: float) -> None:
         """Wait until an environment has answered, for this time at most."""
         self._scheduler.wait(seconds)
-
-
-@dataclass(slots=True)
-class _Repeat:
-    """How far the calls of a completion have been made again."""
-
-    turns: list[tuple[int, int]]
-    """Turns to come."""
-    at: int = 0
-    """Tokens before the reply that comes next."""
-    restored: bool = False
-    """Whether its environment has got its state back, so that no call has to be made."""
 
 
 def turns_of(completion: Completion) -> list[tuple[int, int]]:

@@ -4,14 +4,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import nn
 
-from lit_rlsched.engines.devices import available_cores
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
-from lit_rlsched.training.lora import base_model
-from lit_rlsched.training.policy import noise
 from lit_rlsched.training.precision import trains_in_half
 from lit_rlsched.training.round import Round
 
@@ -21,8 +17,6 @@ MOSTLY_EQUAL_ROUNDS = 20
 """Number of rounds over which the share of prompts with equal rewards is averaged."""
 MOSTLY_EQUAL = 0.8
 """Average share of prompts with equal rewards from which a run is warned."""
-LARGE = 10_000_000
-"""Parameters from which several threads compute a decode step faster than one."""
 _WHAT_TO_DO = (
     "Use easier or harder prompts, more `num_generations`, a higher `temperature`, or "
     "`DynamicSampling`; docs/howto/reward_stays_zero.md goes through the causes."
@@ -47,7 +41,6 @@ class Advice:
         slots: int | None,
         most: int,
         trained: nn.Module | None = None,
-        processes: int = 1,
     ) -> list[str]:
         """Return warnings before the engine starts."""
         found: dict[str, str | None] = {}
@@ -57,9 +50,6 @@ class Advice:
                 "completion will be cut at `max_completion_length`. Set `eos_token` of the "
                 "tokenizer, or `eos_token_id` in generation_config.json."
             )
-        if trained is not None:
-            threads, cores = torch.get_num_threads(), len(available_cores())
-            found["idle_cores"] = idle_cores(trained, processes, threads, cores)
         if slots is not None and slots > most:
             found["idle_slots"] = (
                 f"`MicroGroupSampling(slots={slots})`: a round draws {most} completions, so "
@@ -68,12 +58,7 @@ class Advice:
             )
         if trained is not None:
             found["trains_in_half"] = trains_in_half(trained)
-            found["trains_with_noise"] = trains_with_noise(trained)
-        return self._once(**found)
-
-    def of_evaluation(self, never_correct: str | None) -> list[str]:
-        """Return warnings after a validation, such as that no completion can count as correct."""
-        return self._once(never_correct=never_correct)
+        return self.once(**found)
 
     def of_round(self, round: Round, record: RunRecord, limit: int, in_groups: bool) -> list[str]:
         """Return warnings after a round was drawn and scored."""
@@ -103,9 +88,10 @@ class Advice:
                 "prompts had the same reward, so the update learned nothing from them "
                 f"(`frac_reward_zero_std`). {_WHAT_TO_DO}"
             )
-        return self._once(**found)
+        return self.once(**found)
 
-    def _once(self, **found: str | None) -> list[str]:
+    def once(self, **found: str | None) -> list[str]:
+        """Return the warnings that were not given so far."""
         new = {name: text for name, text in found.items() if text and name not in self._given}
         self._given |= new.keys()
         return list(new.values())
@@ -117,34 +103,6 @@ class Advice:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the state of the resumed run to the warnings that were given since this start."""
         self._given |= set(state.get("said", ()))
-
-
-def trains_with_noise(policy: nn.Module) -> str | None:
-    """Warn of a user's policy with dropout in its training passes; engines have none."""
-    if not any(module.training for module in policy.modules()):
-        return None
-    config = getattr(base_model(policy), "config", None)
-    if config is None or not (rates := [f"{name}={rate}" for _, name, rate in noise(config)]):
-        return None
-    return (
-        f"The policy is in train mode and its config has `{', '.join(rates)}`: gradients are of "
-        "another policy than the one that draws. Load it with `lit_rlsched.load_policy`, or leave "
-        "it in eval mode."
-    )
-
-
-def idle_cores(policy: nn.Module, processes: int, threads: int, cores: int) -> str | None:
-    """Warn of a large model on CPUs if half of the cores or more have nothing to do."""
-    if any(p.device.type != "cpu" for p in policy.parameters()):
-        return None
-    parameters = sum(p.numel() for p in policy.parameters())
-    if parameters < LARGE or 2 * processes * threads > cores:
-        return None
-    return (
-        f"The model has {parameters / 1e6:,.0f} million parameters and computes on the CPU, but "
-        f"only {processes * threads} of {cores} cores are used. Set `OMP_NUM_THREADS="
-        f"{cores // processes}` before the run starts, unless other programs need the cores."
-    )
 
 
 def restored_settings(

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -19,22 +19,14 @@ from lit_rlsched.settings import UsageError, check_finite, check_name, check_tem
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision
 
-_CLIPS = (
-    "the module clips gradients itself, by their norm and once per optimizer step. Leave it out; "
-    "the module's `gradient_clip_val` sets the largest norm"
-)
 _ACCUMULATES = (
     "an optimizer step has as many micro-batches as its completions need. Leave it out; "
     "`micro_batch_tokens` sets the size of a micro-batch, and `prompts_per_round` divided by "
     "`steps_per_round` that of a step"
 )
-OF_THE_MODULE: dict[str, tuple[Any, str]] = {
-    "gradient_clip_val": (None, _CLIPS),
-    "gradient_clip_algorithm": (None, _CLIPS),
-}
-"""Arguments of a Trainer that a module with manual optimization sets itself: default and reason."""
-_AVERAGES = "it averages whole weights, and each process has a part of them. Use `strategy='ddp'`"
 REFUSED_CALLBACKS: dict[str, str] = {
+    "BaseFinetuning": "it changes which weights are trained in the middle of a run, and a resumed "
+    "run could not go on with the optimizer's state. Use `lora_rank`, which freezes the whole base",
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
     "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says "
     "whether it fits. (`Tuner.scale_batch_size` adds this callback)",
@@ -126,14 +118,9 @@ def check_trainer(trainer: Trainer) -> None:
             raise UsageError(f"`{name}`: {why}.")
         averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
         if averages and is_sharded(trainer):
-            raise UsageError(f"`{name}`: {_AVERAGES}.")
-        module = trainer.lightning_module
-        has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
-        if "BackboneFinetuning" in names and module and not has:
             raise UsageError(
-                f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
-                "none. Add a property of this name to a subclass, or use `lora_rank`, which "
-                "freezes the whole base."
+                f"`{name}`: it averages whole weights, and each process has a part of them. Use "
+                "`strategy='ddp'`."
             )
 
 
@@ -146,11 +133,13 @@ def check_given_to(trainer: Trainer, module: LightningModule) -> None:
             "each time, and drives the optimizer itself, so it cannot be compiled. Give the "
             "Trainer the module itself."
         )
-    for setting, (default, why) in OF_THE_MODULE.items():
-        value = getattr(trainer, setting)
-        if value != default:
-            value = getattr(value, "value", value)
-            raise UsageError(f"`Trainer({setting}={value!r})`: {why}.")
+    for setting in ("gradient_clip_val", "gradient_clip_algorithm"):
+        if (value := getattr(trainer, setting)) is not None:
+            raise UsageError(
+                f"`Trainer({setting}={getattr(value, 'value', value)!r})`: the module clips "
+                "gradients itself, by their norm and once per optimizer step. Leave it out; the "
+                "module's `gradient_clip_val` sets the largest norm."
+            )
     check_accumulation(trainer)
     fn, loader, data = trainer.state.fn, "dataloaders", "val"
     loop: Any = trainer.validate_loop
@@ -187,16 +176,7 @@ def check_strategy(trainer: Trainer) -> None:
             f"`Trainer(strategy=...)`: `{name}` starts its {size} processes from this one, without "
             f"its engine and data. {fix}"
         )
-    if isinstance(strategy, ModelParallelStrategy):
-        given = strategy._tensor_parallel_size
-        if given not in (1, "auto") or (
-            given == "auto" and not isinstance(strategy, FSDP2Strategy)
-        ):
-            raise UsageError(
-                f"`{name}(tensor_parallel_size={given!r})` splits layers over devices, which "
-                f"training does not support. {fix}"
-            )
-    elif not isinstance(strategy, DDPStrategy):
+    if not isinstance(strategy, DDPStrategy | FSDP2Strategy):
         raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
         )

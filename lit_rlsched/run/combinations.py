@@ -1,9 +1,9 @@
-"""Which settings go together: one table of what is refused, warned of or changed."""
+"""Which settings go together: one table of what is refused."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -17,7 +17,7 @@ Found = Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Two settings of which one rules out or changes the other.
+    """Two settings of which one rules out the other.
 
     Names in braces in `first`, `second` and `words` stand for values that `found` returns.
     """
@@ -26,11 +26,6 @@ class Combination:
     second: str
     words: str
     found: Callable[[Schedule, RunFacts], Found]
-    does: Literal["refused", "warned", "changed"] = "refused"
-
-    def said(self, values: Mapping[str, Any]) -> str:
-        """The message."""
-        return f"{self.first} with {self.second}: {self.words}".format_map(values)
 
 
 def both(first: str, second: str, words: str) -> Combination:
@@ -40,11 +35,6 @@ def both(first: str, second: str, words: str) -> Combination:
         return {} if {first, second} <= facts.callbacks else None
 
     return Combination(f"`{first}`", f"`{second}`", words, found)
-
-
-def changed(first: str, second: str, words: str) -> Combination:
-    """A pair of callbacks that work together, where one changes what the other does."""
-    return replace(both(first, second, words), does="changed")
 
 
 def when(applies: object, **values: Any) -> Found:
@@ -65,26 +55,6 @@ def _truncated(schedule: Schedule, facts: RunFacts) -> Found:
     of = facts.settings.sampling
     named = f"top_p={of.top_p}, top_k={of.top_k}, min_p={of.min_p}"
     return _compares(schedule, facts, of.truncated, sampling=named)
-
-
-def _corrects(facts: RunFacts) -> bool:
-    """Whether `importance_sampling_mode` is what corrects stale tokens; else the ratio does."""
-    old, rloo = facts.module.get("old_logprobs"), facts.module.get("loss_type") == "rloo"
-    return old == "trainer" or (rloo and old is None)
-
-
-def _uncorrected(schedule: Schedule, facts: RunFacts) -> Found:
-    stale, mode = schedule.trains_on_stale, facts.module.get("importance_sampling_mode")
-    applies = stale and mode is None and not schedule.mask_stale_tokens and _corrects(facts)
-    told = bool(facts.module.get("old_logprobs"))
-    setting, fix = "old_logprobs='trainer', " * told, ", or leave `old_logprobs` out" * told
-    return when(applies, stale=stale, old=setting, fix=fix)
-
-
-def _corrected_already(schedule: Schedule, facts: RunFacts) -> Found:
-    stale, mode = schedule.trains_on_stale, facts.module.get("importance_sampling_mode")
-    known = mode in (None, "sequence_mask") or facts.module.get("loss_type") == "rloo"
-    return when(stale and not known and not _corrects(facts), stale=stale, mode=mode)
 
 
 def _too_few_prompts(schedule: Schedule, facts: RunFacts) -> Found:
@@ -122,7 +92,6 @@ def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
 
 
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
-_BETWEEN_STEPS = "the engine waits for the trainer between two decode steps, so little overlaps."
 
 COMBINATIONS: Sequence[Combination] = [
     Combination(
@@ -290,86 +259,47 @@ COMBINATIONS: Sequence[Combination] = [
             strategy=f.sharded,
         ),
     ),
-    Combination(
-        "{stale}",
-        "`{old}importance_sampling_mode=None`",
-        "tokens of earlier policies are trained on as if the newest had drawn them. Set "
-        "`importance_sampling_mode`{fix}.",
-        _uncorrected,
-        "warned",
-    ),
-    Combination(
-        "{stale}",
-        "`importance_sampling_mode={mode!r}`",
-        "the mode has no effect, because the clipped ratio is already relative to the policy that "
-        "drew each token. Set `old_logprobs='trainer'` to use it.",
-        _corrected_already,
-        "warned",
-    ),
-    changed(
-        "DownSampling",
-        "SortedBatching",
-        "Completions are selected from whole groups, so rounds train on whole groups with every "
-        "`advantage`.",
-    ),
-    changed(
-        "LengthPrediction",
-        "MicroGroupSampling",
-        "The predictions order the completions that wait for a slot: `longest_first` unless "
-        "`order` says otherwise, `shortest_first` where rounds end early.",
-    ),
-    changed("DynamicSampling", "StreamedTraining", _BETWEEN_STEPS),
-    changed(
-        "LengthPrediction",
-        "StreamedTraining",
-        f"If completions wait for slots, {_BETWEEN_STEPS}",
-    ),
-    changed(
-        "AdaptiveTimeouts",
-        "TailBatching",
-        "A race includes the reward: a call that hangs delays its prompt no longer than the "
-        "adaptive time-out.",
-    ),
 ]
-"""All combinations that are refused, warned of, or in which one setting changes the other."""
+"""All combinations that are refused."""
 
 
 def check(schedule: Schedule, facts: RunFacts) -> None:
     """Refuse settings that do not go together, and a rule that needs more prompts."""
     if facts.prompts is not None:
         schedule.rule.check_enough(facts.prompts)
-    for row, values in _found(schedule, facts, "refused"):
-        raise UsageError(row.said(values))
+    for row in COMBINATIONS:
+        if (values := row.found(schedule, facts)) is not None:
+            raise UsageError(f"{row.first} with {row.second}: {row.words}".format_map(values))
 
 
 def warn(schedule: Schedule, facts: RunFacts) -> None:
-    """Warn of settings of which one has no effect, or does not do what it seems to."""
-    for row, values in _found(schedule, facts, "warned"):
-        rank_zero_warn(row.said(values))
-
-
-def _found(
-    schedule: Schedule, facts: RunFacts, does: str
-) -> Iterable[tuple[Combination, Mapping[str, Any]]]:
-    for row in COMBINATIONS:
-        if row.does == does and (values := row.found(schedule, facts)) is not None:
-            yield row, values
+    """Warn of tokens of earlier policies that nothing corrects."""
+    stale, old = schedule.trains_on_stale, facts.module.get("old_logprobs")
+    rloo = facts.module.get("loss_type") == "rloo"
+    by_ratio = old == "engine" or (old is None and not rloo)
+    mode = facts.module.get("importance_sampling_mode")
+    if stale and mode is None and not schedule.mask_stale_tokens and not by_ratio:
+        told = "old_logprobs='trainer', " if old else ""
+        fix = ", or leave `old_logprobs` out" if old else ""
+        rank_zero_warn(
+            f"{stale} with `{told}importance_sampling_mode=None`: tokens of earlier policies are "
+            "trained on as if the newest had drawn them. Set `importance_sampling_mode`"
+            f"{fix}."
+        )
 
 
 def combinations_as_markdown() -> str:
     """The table in `docs/explanation/architecture.md`."""
-    lines = ["| setting | with | |", "|---|---|---|"]
-    does = {"refused": "**refused**: ", "warned": "**warned of**: ", "changed": ""}
+    lines = ["| setting | with | is refused |", "|---|---|---|"]
     for row in COMBINATIONS:
         first, second, words = map(_shown, (row.first, row.second, row.words))
-        lines.append(f"| {first} | {second} | {does[row.does]}{words} |")
+        lines.append(f"| {first} | {second} | {words} |")
     return "\n".join(lines)
 
 
 _SHOWN = {
     "beside": "`AsyncRollout` or `StreamedTraining`",
     "compares": "verified or stale tokens",
-    "stale": "stale tokens",
     "what": "they are compared with",
     "why": "the message says why",
     "engine": "NAME",
@@ -380,7 +310,6 @@ _SHOWN = {
     "one": "`AsyncRollout`, `RolloutWindow`, `SortedBatching`",
     "other": "`TailBatching` or another of these",
     "use": "Use less, or a",
-    **dict.fromkeys(("fix", "old"), ""),
 }
 """What the documentation shows in place of values; `N` for all others."""
 

@@ -1,8 +1,8 @@
 """FSDP2: each rank holds a part of every weight, gradient and optimizer state."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,27 +13,15 @@ from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lit_rlsched.run.same_ranks import check_same_weights
-from lit_rlsched.run.saving.checkpoints import (
-    inspect_checkpoint,
-    is_sharded_checkpoint,
-    load_groups,
-    load_parts,
-    numbered,
-    plain_errors,
-    refusing,
-    renamed,
-    replace_folder,
-    sync_folder,
-    temporary_name,
-)
+from lit_rlsched.run.saving.checkpoints import read_checkpoint
 from lit_rlsched.training.logprobs import SHARDED_FORWARD, whole_logprobs
 from lit_rlsched.training.lora import base_model
 
@@ -43,8 +31,16 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     strategy_name = "fsdp2"
 
-    def __init__(self, save_distributed_checkpoint: bool = False, **kwargs: Any) -> None:
-        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=False,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
@@ -55,67 +51,46 @@ class FSDP2Strategy(ModelParallelStrategy):
 
         Lightning numbers all parameters of the model, also those that are not trained.
         """
-        if self._save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         assert self.lightning_module is not None
-        state = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
-        return numbered(state)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write a file as other strategies do; write a folder under another name, and rename it."""
-        if not self._save_distributed_checkpoint:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
-        path = Path(self.broadcast(filepath))
-        temporary: Path = self.broadcast(temporary_name(path) if self.is_global_zero else path)
-        with plain_errors():
-            super().save_checkpoint(checkpoint, temporary, storage_options)
-        if self.is_global_zero:  # the parts of all ranks are written
-            replace_folder(temporary, path)
-            sync_folder(path.parent)
+        state: Any = get_optimizer_state_dict(self.lightning_module, optimizer, options=options)
+        names = [name for group in state.get("param_groups", ()) for name in group["params"]]
+        return _renamed(state, {name: i for i, name in enumerate(names)}) if names else {}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Check a checkpoint as other strategies do; then each rank takes its part."""
         path = Path(self.broadcast(checkpoint_path))
-        sharded = is_sharded_checkpoint(path)
-        checkpoint = inspect_checkpoint(path, verify=self.is_global_zero)
+        checkpoint = read_checkpoint(path, verify=self.is_global_zero)
         module: Any = self.lightning_module
         check = getattr(module, "check_checkpoint", None)
         strict = module.strict_loading if check is None else False
         if check is not None:
             check(checkpoint)  # adapters without their base are complete
         weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
-        options = StateDictOptions(strict=strict)
-        if sharded:
-            ours = get_model_state_dict(module)
-            with refusing(path):
-                weights = load_parts(path, "state_dict", {name: ours[name] for name in weights})
-        else:
-            options = replace(options, full_state_dict=True, broadcast_from_rank0=True)
-            weights = weights if self.is_global_zero else {}
-        set_model_state_dict(module, weights, options=options)
-        for i, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
-            if sharded:
-                with refusing(path):
-                    state = load_groups(path, f"optimizer_{i}")
+        options = StateDictOptions(strict=strict, full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(module, weights if self.is_global_zero else {}, options=options)
+        by_id = {id(p): name for name, p in module.named_parameters()}
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             if check is not None:
-                state = module.adopt_optimizer(optimizer, state, checkpoint)
+                module.adopt_optimizer(optimizer, state, checkpoint)
             kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
-            if sharded:
-                own = get_optimizer_state_dict(module, optimizer)
-                with refusing(path):
-                    named = load_parts(path, f"optimizer_{i}", own)
-            else:
-                by_id = {id(p): name for name, p in module.named_parameters()}
-                params = [p for group in optimizer.param_groups for p in group["params"]]
-                named = renamed(state, {i: by_id[id(p)] for i, p in enumerate(params)})
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            named = _renamed(state, {i: by_id[id(p)] for i, p in enumerate(params)})
             set_optimizer_state_dict(module, optimizer, named, options=options)
             for group, (fused, foreach) in zip(optimizer.param_groups, kept, strict=True):
                 group |= {"fused": fused, "foreach": foreach}  # as this device steps best
         return checkpoint
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other names of its parameters."""
+    groups = [
+        {**group, "params": [names[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    values = {names[name]: of for name, of in state["state"].items()}
+    return {"state": values, "param_groups": groups}
 
 
 if "fsdp2" not in StrategyRegistry:

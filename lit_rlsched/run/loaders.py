@@ -110,5 +110,5 @@ class Evaluation:
         found = never_correct(
             evaluated, run.settings.rewards.names[0], run.settings.evaluation.threshold
         )
-        for text in run.advice.of_evaluation(found):
+        for text in run.advice.once(never_correct=found):
             rank_zero_warn(text)

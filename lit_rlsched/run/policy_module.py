@@ -2,7 +2,6 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -57,8 +56,8 @@ from lit_rlsched.training.optimizers import (
 )
 from lit_rlsched.training.policy import load_policy, whole
 from lit_rlsched.training.precision import KeepsFloat32, load_dtype, to_like
-from lit_rlsched.training.shared_prefix import Sharing, obstacle
-from lit_rlsched.types import Group, Sample
+from lit_rlsched.training.shared_prefix import obstacle, row_cost
+from lit_rlsched.types import Group
 
 # Expected here: the policy stays in eval mode, because with dropout it differs from the engine's;
 # a checkpoint holds the weights after the step; validation is optional; predictions have a uid.
@@ -114,9 +113,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             unless `delta` is set, and `importance_sampling_mode` has no effect.
         shared_prefix: Whether the update encodes a prompt once for several of its completions, with
             the same loss and gradients up to rounding. The default does so where it saves time and
-            the model supports it; the first such completions are encoded both ways, and sharing is
-            switched off with a warning if the results differ. `True` refuses a model that does not
-            support it (`docs/explanation/repetition.md`).
+            the model supports it; `True` refuses a model that does not
+            (`docs/explanation/repetition.md`).
     """
 
     kl_in_loss = True
@@ -163,7 +161,6 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._skipped = False  # whether the optimizer step has nothing to train on
         self._total: Tensor | float = 0.0  # loss of the optimizer step so far
         self._figures = StepMetrics()
-        self._sharing = Sharing()
         self._origin: dict[str, Any] = {}
         of_loss = ["loss_type", "epsilon", "epsilon_high", "delta", "beta"]
         of_loss += ["importance_sampling_mode", "importance_sampling_clip_max"]
@@ -278,21 +275,11 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
 
-    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+    def row_cost(self) -> RowCost | None:
         assert self.model is not None, "configure_model has not run"
-        if self._hp.shared_prefix is False or is_sharded(self._trainer):
+        if self._hp.shared_prefix is False or is_sharded(self._trainer) or obstacle(self.model):
             return None
-        return self._sharing.cost(
-            self.model,
-            samples,
-            micro_batch_tokens,
-            lambda: self.trainer.precision_plugin.forward_context(),
-            self._team,
-        )
-
-    def decide_sharing(self, works: bool) -> None:
-        """Note that completions may share a prompt, or may not, as rank 0 has found."""
-        self._sharing.works = works
+        return row_cost(self.model)
 
     @torch.no_grad()
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,11 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched import __version__
-from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import name_of
-from lit_rlsched.data.source import RowStream
+from lit_rlsched.data.rows import RowTable, name_of
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.run_folder import full_name_of
 from lit_rlsched.settings import RemembersInit, plain
 from lit_rlsched.text import without_secrets
@@ -42,14 +39,14 @@ BEST = ("val/accuracy", "val/reward", "reward")
 
 
 def run_config(
-    trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable | RowStream]
+    trainer: Trainer, settings: RunSettings, read: Mapping[str, RowTable]
 ) -> dict[str, Any]:
     """Return a run's settings other than the hyperparameters of its module and data module."""
     config = _of_training(trainer, settings) | {"engine": plain(settings.engine)}
     for name, rows in read.items():
-        data, size = settings.data[name], None if isinstance(rows, RowStream) else len(rows)
+        data = settings.data[name]
         source = plain(data) if isinstance(data, RemembersInit) else name_of(data)
-        config[f"{name}_data"] = {"source": source, "rows": size}
+        config[f"{name}_data"] = {"source": source, "rows": len(rows)}
     seed = int(os.environ.get("PL_GLOBAL_SEED", settings.seed))
     return config | {"seed_everything": seed, "versions": versions(), "commit": commit()}
 
@@ -96,7 +93,7 @@ def logged_settings(
     hparams: Mapping[str, Any],
     trainer: Trainer | None,
     settings: RunSettings,
-    read: Mapping[str, RowTable | RowStream],
+    read: Mapping[str, RowTable],
 ) -> AttributeDict:
     """Return arguments of a data module and, with a Trainer, `run_config`, without secrets."""
     config = {}
@@ -146,18 +143,6 @@ def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
     """Yield the Trainer's `WandbLogger`s; only the first process has any."""
     if trainer.is_global_zero:
         yield from (one for one in trainer.loggers if isinstance(one, WandbLogger))
-
-
-def prepare_runs(trainer: Trainer) -> None:
-    """Settle what W&B prints, before its runs begin: a link to the run, offline nothing."""
-    for logger in wandb_loggers(trainer):
-        options = logger._wandb_init
-        if options.get("anonymous", "") is None:
-            del options["anonymous"]  # W&B warns of it, and Lightning always passes it
-        # Lightning's `offline=True` sets the variable to the old name
-        offline = (options.get("mode") or os.environ.get("WANDB_MODE")) in ("offline", "dryrun")
-        if options.get("settings") is None:
-            options["settings"] = {"silent": True} if offline else {"quiet": True}
 
 
 def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
@@ -210,18 +195,8 @@ def saved_ids(path: str | Path) -> list[str]:
     so by itself.
     """
     try:
-        checkpoint = inspect_checkpoint(path, verify=False)
+        checkpoint = read_checkpoint(path, verify=False)
     except (OSError, CheckpointError):
         return []  # Lightning will say so, or knows how to read it
     states = (state for state in checkpoint.values() if isinstance(state, dict))
     return next((state["wandb_ids"] for state in states if "wandb_ids" in state), [])
-
-
-def warn_of_new_runs(trainer: Trainer, saved: Sequence[str]) -> None:
-    """Warn if a resumed run is not logged to its checkpoint's W&B runs: ours have begun by now."""
-    for logger, theirs in zip(wandb_loggers(trainer), saved, strict=False):
-        if logger.version != theirs:
-            rank_zero_warn(
-                f"The checkpoint belongs to the W&B run `{theirs}`, but this run is logged as "
-                f"`{logger.version}`. To continue the old one, use `WandbLogger(id={theirs!r})`."
-            )

@@ -1,7 +1,6 @@
 """Several ranks: what they must have in common, and whom one waits for at the start."""
 
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -22,28 +21,18 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import nn
 
 from lit_rlsched.ranks import DistributedTeam, Team
-from lit_rlsched.run.run_config import shared_config
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.policy import fingerprint
-from lit_rlsched.training.schedule import RunSettings
 from lit_rlsched.types import Prompt
-
-SEEN = 10.0
-"""Seconds until a file of another host is seen: network file systems remember that it was not."""
-
-
-def check_ranks(trainer: Trainer, team: Team, settings: RunSettings) -> None:
-    """Refuse processes that were started in other ways, or whose checkpoints would not be whole."""
-    check_same(team.all_gather((gethostname(), shared_config(trainer, settings))))
-    if getattr(trainer.strategy, "_save_distributed_checkpoint", False):
-        check_shared_folder(Path(trainer.default_root_dir).absolute(), team)
 
 
 def check_same(
-    ranks: Sequence[tuple[str, Mapping[str, Any]]],
+    all_gather: Callable[[Any], Sequence[tuple[str, Mapping[str, Any]]]],
+    own: Mapping[str, Any],
     fix: str = "Start all of them with the same package and the same settings.",
 ) -> None:
-    """Refuse processes of a Trainer that differ."""
+    """Refuse processes of a Trainer that differ in what each has of its own."""
+    ranks = all_gather((gethostname(), own))
     several = len({name for name, _ in ranks}) > 1
     at = [f" on {name}" if several else "" for name, _ in ranks]
     first = ranks[0][1]
@@ -59,9 +48,14 @@ def check_same(
 
 def check_same_weights(model: nn.Module) -> None:
     """Refuse ranks that have loaded other weights, before each keeps a part of its own."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (gethostname(), {"weights": fingerprint(model.state_dict())}))
-    check_same(found, "Copy the model's folder of rank 0 to every host.")
+
+    def all_gather(own: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        return found
+
+    own = {"weights": fingerprint(model.state_dict())}
+    check_same(all_gather, own, "Copy the model's folder of rank 0 to every host.")
 
 
 def check_same_checkpoint(team: Team, path: str | Path | None) -> None:
@@ -69,14 +63,14 @@ def check_same_checkpoint(team: Team, path: str | Path | None) -> None:
     if team.size == 1:
         return
     name = None if path is None else Path(path).name
-    if path is not None and "://" not in str(path) and not Path(path).is_dir():
+    if path is not None and "://" not in str(path):
         # a file that is damaged is refused when it is loaded
         with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as file:
             # torch keeps a checksum of each part at the end
             parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
             name = f"{name} ({zlib.crc32(repr(parts).encode()):08x})"
     fix = "Copy the checkpoint of rank 0 to the same path on every host."
-    check_same(team.all_gather((gethostname(), {"ckpt_path": name})), fix)
+    check_same(team.all_gather, {"ckpt_path": name}, fix)
 
 
 def check_same_prompts(team: Team, sets: Mapping[str, Iterable[Prompt]]) -> None:
@@ -90,30 +84,7 @@ def check_same_prompts(team: Team, sets: Mapping[str, Iterable[Prompt]]) -> None
             digest = zlib.crc32(prompt.uid.encode(), digest)
             digest = zlib.crc32(array("i", prompt.token_ids).tobytes(), digest)
         own[f"{stage}_data"] = f"{number:,} prompts ({digest:08x})"
-    check_same(team.all_gather((gethostname(), own)), "Copy the data of rank 0 to every host.")
-
-
-def check_shared_folder(root: Path, team: Team) -> None:
-    """Refuse ranks that would write the parts of a checkpoint to different disks."""
-    mark: Path = team.broadcast(root / f".shared-{secrets.token_hex(8)}")
-    if team.leads:
-        root.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    team.all_gather(None)  # the file is there
-    deadline = time.monotonic() + SEEN
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    found = team.all_gather((gethostname(), seen))
-    if team.leads:
-        mark.unlink()
-    blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(found) if not sees]
-    if blind:
-        raise UsageError(
-            f"`FSDP2Strategy(save_distributed_checkpoint=True)`: each rank writes its part of a "
-            f"checkpoint below `{root}`, but {', '.join(blind)} does not see the folder of rank 0 "
-            f"on {found[0][0]}: no checkpoint would be whole. Put `trainer.default_root_dir` into "
-            "a folder that all hosts share, or leave `save_distributed_checkpoint` out."
-        )
+    check_same(team.all_gather, own, "Copy the data of rank 0 to every host.")
 
 
 SLOW = 30.0
@@ -156,20 +127,13 @@ class _Waiting:
     """A rank that waits for the others from when this is made."""
 
     def __init__(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        environment = strategy.cluster_environment
+        host, port = self._leader = environment.main_address, environment.main_port
+        self._place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._trainer = trainer
-        self._strategy: Any = trainer.strategy
-        self._limit = getattr(self._strategy, "_timeout", None) or timedelta(minutes=30)
+        self._limit = getattr(strategy, "_timeout", None) or timedelta(minutes=30)
         self._began = self._said = time.monotonic()
-
-    @property
-    def _leader(self) -> tuple[str, int]:
-        environment = self._strategy.cluster_environment
-        return environment.main_address, environment.main_port
-
-    @property
-    def _place(self) -> str:
-        host, port = self._leader
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def check_port(self) -> None:
         """Refuse a port of rank 0 that cannot be opened: another run may have it."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from lightning import Trainer
@@ -13,9 +12,8 @@ from torch import nn
 
 from lit_rlsched.data.messages import ControlTokens
 from lit_rlsched.data.prompts import PromptSets, tokenize
-from lit_rlsched.data.row_table import Row, RowTable
-from lit_rlsched.data.source import DomainSource, RowStream, StreamSource, check_streams
-from lit_rlsched.data.tokenizing import PromptTokenizer, unknown_token
+from lit_rlsched.data.rows import RowTable
+from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.devices import warn_of_unseen_gpu
 from lit_rlsched.engines.process_engine import ProcessEngine
@@ -35,7 +33,6 @@ from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token
-from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.logprobs import SHARDED_FORWARD
 from lit_rlsched.training.lora import base_model, check_adapters
 from lit_rlsched.training.policy import (
@@ -59,7 +56,7 @@ class Startup:
         self,
         facts: RunFacts,
         schedule: Schedule,
-        rows: Mapping[str, RowTable | RowStream],
+        rows: Mapping[str, RowTable],
         trainer: Trainer,
         team: Team,
         scored: bool = True,
@@ -80,7 +77,7 @@ class Startup:
             environments = settings.tools.environments
             self._chat = ToolChat(self._tokenizer, template, self._eos_token_ids)
         self.prompts: PromptSets = tokenize(
-            {name: read for name, read in rows.items() if isinstance(read, RowTable)},
+            rows,
             self._tokenizer,
             context=context,
             max_completion_length=limit,
@@ -88,34 +85,19 @@ class Startup:
             embeddings=embeddings,
             environments=environments,
         )
-        if isinstance(stream := rows.get("train"), RowStream):
-            tokenized = PromptTokenizer(self._tokenizer, template, environments)
-
-            def token_ids(row: Row) -> list[int]:
-                (ids,) = tokenized([row])
-                if why := unknown_token(ids, self._tokenizer, embeddings):
-                    raise UsageError(f"it {why}")
-                return ids.tolist()
-
-            source = StreamSource(
-                stream.rows,
-                token_ids,
-                self._check_streamed,
-                max_prompt_length=min(context, settings.micro_batch_tokens) - limit,
-                seed=settings.seed,
-                shuffle=settings.shuffle,
-                has_objects=settings.has_objects,
-                multiple=settings.prompts_per_round if settings.whole_rounds else 1,
-            )
-            self.prompts = replace(self.prompts, train=source)
         self._check_micro_batch_tokens()
-        self._check_ranks()
+        module = trainer.lightning_module
+        sharded = is_sharded(trainer) and module.device_mesh is not None
+        if sharded and not hasattr(self.policy, SHARDED_FORWARD):
+            raise UsageError(
+                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
+                "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
+                "`configure_model`, or use `strategy='ddp'`."
+            )
         check_same_prompts(team, self.prompts.read)
         self._check_rows()
         self._slots = schedule.slots.share(len(settings.engine.engines))
-        if self.prompts.stream:
-            check_streams(schedule.rule.has_domains)
-        elif train := self.prompts.train:
+        if train := self.prompts.train:
             self.facts = replace(facts, prompts=len(train))
             check(schedule, self.facts)
             schedule.rule.check_domains(train)
@@ -134,11 +116,6 @@ class Startup:
             for number, prompt in zip(prompts.numbers, prompts, strict=True)
         )
 
-    def _check_streamed(self, uid: str, columns: Mapping[str, Any]) -> None:
-        """Check a row of a stream, which is seen only when it is drawn."""
-        self._settings.rewards.check_row_columns(columns, "the row")
-        self._settings.rewards.check_rows([(uid, columns)])
-
     def _check_micro_batch_tokens(self) -> None:
         longest, limit = self.prompts.longest, self._settings.sampling.max_completion_length
         if longest + limit > self._settings.micro_batch_tokens:
@@ -148,28 +125,14 @@ class Startup:
                 f"{longest + limit} or more."
             )
 
-    def _check_ranks(self) -> None:
-        """Refuse a module that does not shard its policy as rollouts need it."""
-        if not is_sharded(self._trainer):
-            return
-        module = self._trainer.lightning_module
-        if module.device_mesh is not None and not hasattr(self.policy, SHARDED_FORWARD):
-            raise UsageError(
-                f"`{type(module).__name__}` does not shard its policy as rollouts need it. Call "
-                "`lit_rlsched.run.fsdp2.shard(policy, self.device_mesh['data_parallel'])` in its "
-                "`configure_model`, or use `strategy='ddp'`."
-            )
-
     @property
     def policy(self) -> nn.Module:
         """The model that is trained."""
         return find_policy(self._trainer.lightning_module)
 
     @property
-    def source(self) -> DomainSource | StreamSource:
+    def source(self) -> DomainSource:
         """A new source of the training prompts, at its beginning."""
-        if isinstance(self.prompts.train, StreamSource):
-            return self.prompts.train
         settings, rule = self._settings, self._schedule.rule
         domain_of = rule.domain_of if rule.has_domains else None
         multiple = settings.prompts_per_round if settings.whole_rounds and not domain_of else 1
@@ -192,8 +155,7 @@ class Startup:
             seed=settings.seed,
             kv_cache_bytes=self._schedule.slots.memory_budget,
             adapters=adapter_spec(self.policy) if engine.enable_lora else None,
-            first_gpu=self._trainer.num_devices if engine.weight_transfer == "nccl" else 0,
-            returns=settings.tools is not None,
+            first_gpu=self._trainer.num_devices if engine.weight_transfer else 0,
         )
         return replace(spec, slots=self.slots(spec))
 
@@ -214,11 +176,6 @@ class Startup:
             engine.engines[0].most_slots(spec),
         )
         return engines * each
-
-    def _completions(self, num_generations: int) -> int:
-        """Maximum number of completions that a round decodes."""
-        rule = self._schedule.rule
-        return rule.most_prompts() * rule.launched(num_generations)
 
     def cache_bytes_per_token(self, spec: EngineSpec) -> int:
         """Bytes per token of the engine's key-value cache, over all layers."""
@@ -326,17 +283,13 @@ class Startup:
                 f"`precision={self._trainer.precision}` computes in {ours}: the log-probs of a "
                 "token differ by what the coarser one rounds (`docs/explanation/precision.md`)."
             )
-        trains = bool(self.prompts.train)
-        apart = len(settings.engine.engines) if settings.engine.decodes_by_itself else 0
+        trains, rule = bool(self.prompts.train), self._schedule.rule
         told = advice.at_start(
             self.spec.eos_token_ids,
             self._schedule.slots.slots if trains else None,
-            self._completions(settings.num_generations),
+            rule.most_prompts() * rule.launched(settings.num_generations),
             self.policy if trains else None,
-            self._trainer.world_size // self._trainer.num_nodes + apart,
         )
-        if trains and (half := half_learner(self._trainer.lightning_module)):
-            told.append(half)
         if lost := self._lost_tokens():
             told.append(
                 f"The special tokens {', '.join(map(repr, lost))} of the tokenizer are left out of "
@@ -352,15 +305,12 @@ class Startup:
             return []
         found = special_tokens(self._tokenizer)
         tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
-        prompts = [str(prompt.text) for prompt in self.prompts.first(2)]
-        template = str(self._tokenizer.chat_template)
-        return self._settings.rewards.tokens_looked_for(tokens, template, prompts)
+        return self._settings.rewards.tokens_looked_for(tokens)
 
     def _trainer_state(self, step: int) -> SimpleNamespace:
         settings = self._settings
-        prompts = None if self.prompts.stream else len(self.prompts.train)
         rounds = settings.steps_per_epoch, settings.prompts_per_round
-        return trainer_state(self._trainer, step, *rounds, prompts)
+        return trainer_state(self._trainer, step, *rounds, len(self.prompts.train))
 
 
 def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine:
@@ -388,12 +338,10 @@ def trainer_state(
     step: int,
     steps_per_round: int,
     prompts_per_round: int,
-    prompts: int | None,
+    prompts: int,
 ) -> SimpleNamespace:
     """TRL's `trainer_state` for reward functions, as a plain object that can be pickled."""
     ends = [trainer.max_steps, (trainer.max_epochs or -1) * steps_per_round]
     max_steps = min((end for end in ends if end > 0), default=-1)
-    epoch = step / max(1, max_steps)
-    if prompts is not None:
-        epoch = step / steps_per_round * prompts_per_round / max(1, prompts)
+    epoch = step / steps_per_round * prompts_per_round / max(1, prompts)
     return SimpleNamespace(global_step=step, max_steps=max_steps, epoch=epoch)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lit_rlsched.run.checks import check_accumulation
 from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.saving.module_state import CallbackStates
 from lit_rlsched.scheduling.timeline import TRAINER, UPDATE, Timeline
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.micro_batches import MicroBatch
@@ -71,7 +70,6 @@ class FitSettings:
             trainer.fit_loop.max_batches = self.steps
             self._counting = True
         self._add(Recorder(record, timeline))
-        self._add(CallbackStates())
 
     @property
     def rounds_left(self) -> int | None:
@@ -126,11 +124,6 @@ def _limited(trainer: Trainer, steps: int) -> int:
             f"`Trainer({name}={limit})` takes {left} of the {steps} optimizer steps of each round; "
             "the completions of the other steps are drawn but not trained on, and counted in "
             "`dropped/limit_train_batches`."
-        )
-    if trainer.overfit_batches:  # type: ignore[attr-defined]
-        rank_zero_warn(
-            f"`Trainer(overfit_batches={limit})` limits the steps of a round, but each round draws "
-            "new prompts. To overfit, give `train_data` at most `prompts_per_round` rows."
         )
     return left
 

@@ -1,5 +1,6 @@
 """The rounds of a run, one after the other, and the position in them."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,45 +8,42 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_rlsched import __version__
 from lit_rlsched.data.prompts import Prompts
-from lit_rlsched.data.row_table import RowTable
-from lit_rlsched.data.rows import is_stream, load_rows, name_of, open_stream
-from lit_rlsched.data.source import RowStream, StreamSource
+from lit_rlsched.data.rows import RowTable, load_rows, name_of
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
 from lit_rlsched.rollout.round_runner import RoundRunner
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.checks import check_trainer
-from lit_rlsched.run.facts import facts_of_trainer
+from lit_rlsched.run.fsdp2 import is_sharded
 from lit_rlsched.run.interrupts import asked_to_stop, only_ask
 from lit_rlsched.run.record import RunRecord
-from lit_rlsched.run.run_config import describe_runs
-from lit_rlsched.run.same_ranks import check_ranks, check_same_checkpoint, make_team
+from lit_rlsched.run.run_config import describe_runs, shared_config
+from lit_rlsched.run.same_ranks import check_same, check_same_checkpoint, make_team
+from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.run.saving.resuming import (
+    FORMAT,
     SAME_ON_RESUME,
     check_drawn,
-    check_has_state,
     check_state,
     check_whole_groups,
-    complete,
-    written,
 )
 from lit_rlsched.run.startup import Startup, in_own_process
-from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.run.switches import class_names, make_schedule
 from lit_rlsched.run.trainer import Clock, FitSettings, fire, fire_in_module, log_now
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.settings import UsageError
-from lit_rlsched.training.hooks import Drawing
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.training.rounds import TrainingRounds
+from lit_rlsched.training.rounds import TrainerHooks, TrainingRounds
 from lit_rlsched.training.schedule import RunFacts, RunSettings, Schedule
 from lit_rlsched.training.update import Update
 
@@ -69,7 +67,7 @@ class TrainingRun:
         planner = RoundPlanner(RolloutBuffer(), settings.sampling, settings.num_generations)
         self.rounds = TrainingRounds(RoundRunner(planner))
         """Draws the rounds and holds the pool."""
-        self.rows: dict[str, RowTable | RowStream] = {}
+        self.rows: dict[str, RowTable] = {}
         """Data sets read so far, by stage."""
         self.session: RolloutSession | None = None
         """Engine, rewards and controller while they run, on rank 0."""
@@ -182,10 +180,21 @@ class TrainingRun:
             self.settings = replace(self.settings, engine=in_own_process(self.settings.engine))
         if trainer.world_size > 1 and dist.is_initialized():  # in an estimate it is not
             self.team = make_team(trainer)
-            check_ranks(trainer, self.team, self.settings)
+            check_same(self.team.all_gather, shared_config(trainer, self.settings))
         only_ask(trainer, fits=trains)
-        self.facts = facts_of_trainer(trainer, self.settings, self.learner, trains)
-        self.schedule = make_schedule(trainer.callbacks, self.facts)  # type: ignore[attr-defined]
+        module: Any = trainer.lightning_module
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self.facts = RunFacts(
+            self.settings,
+            self.learner,
+            class_names(callbacks),
+            trains,
+            module.hparams,
+            module.automatic_optimization,
+            trainer.world_size,
+            type(trainer.strategy).__name__ if is_sharded(trainer) else None,
+        )
+        self.schedule = make_schedule(callbacks, self.facts)
 
     @property
     def _same(self) -> dict[str, Any]:
@@ -199,9 +208,7 @@ class TrainingRun:
                 f"There is nothing to {stage} on. Give `RolloutDataModule({name}_data=...)`."
             )
         if name not in self.rows:
-            streamed = name == "train" and is_stream(data)
-            made = self.settings.has_objects
-            self.rows[name] = RowStream(open_stream(data)) if streamed else load_rows(data, made)
+            self.rows[name] = load_rows(data, self.settings.has_objects)
         try:
             rewards.check_columns(self.rows[name], f"{name}_data")
         except ValueError as error:
@@ -257,7 +264,7 @@ class TrainingRun:
         if self.fit_settings is not None:
             self.fit_settings.undo()
         self.clock.stop()
-        self.rounds.overlap.abandon()
+        self.rounds.ahead = None
         self.team.close()
         self.team = Team()
         self.close()
@@ -268,13 +275,11 @@ class TrainingRun:
         """Run `draw` where the engine is, while the other ranks do their part; see `Team.lead`."""
         tasks: dict[str, Any] = {}
         if not self.team.leads:
-            module = self.trainer.lightning_module
             tasks = {
                 **self.startup.policy_reader.tasks,
                 "round_start": partial(fire_in_module, self.trainer, "on_round_start"),
                 "score": self.update.score,
                 "accumulate": lambda *of: self._parts.append(self.update.accumulate_part(*of)),
-                "sharing": getattr(module, "decide_sharing", None),
             }
         return self.team.lead(draw, tasks)
 
@@ -339,19 +344,21 @@ class TrainingRun:
     def wait_for_rollout(self) -> None:
         """Wait for the rollout beside the update, on all ranks."""
         if self.schedule.ahead:
-            self.lead(self.rounds.overlap.wait)
+            self.lead(self.rounds.wait)
 
-    def drawing(self, number: int) -> Drawing:
-        """Return the `Drawing` of a round under the current weights."""
+    def drawing(self, number: int) -> TrainerHooks:
+        """Return what draws a round under the current weights."""
         trainer, limits = self.trainer, self.fit_settings
         assert self.session is not None
         left = limits.rounds_left if limits is not None else 1
         if left is not None:
             left -= number - self.num_rounds
-        return Drawing(
+        return TrainerHooks(
             self.session,
             self.startup.policy,
             self.update,
+            self.rounds.drafts,
+            self.rounds.runner.salt,
             number,
             trainer.global_step,
             partial(self.team.call, "round_start", partial(fire, trainer, "on_round_start")),
@@ -396,12 +403,11 @@ class TrainingRun:
             at = {"start": self._start, "empty_steps": self._empty_steps}
             saved = self.current.state_dict() | at
         return {
-            **written(),
+            **{"format": FORMAT, "version": __version__, "unix_seconds": time.time()},
             "settings": self._same,
             "reward_funcs": list(self.settings.rewards.names),
             "train_data": name_of(self.settings.data["train"]),
             **self.rounds.state_dict(),
-            "prompts": self._streamed_prompts(None if over else self.current),
             "num_rounds": self.num_rounds + over,
             "counters": dict(counters),
             "seconds": self.clock.seconds,
@@ -410,20 +416,12 @@ class TrainingRun:
             "round": saved,
         }
 
-    def _streamed_prompts(self, round: Round | None) -> Any:
-        """Prompts of a stream that pool and round need; a stream gives each of them once."""
-        planner = self.rounds.runner.planner
-        if not isinstance(planner.source, StreamSource):
-            return None
-        groups = [*planner.pool, *self.rounds.overlap.groups, *(round.groups if round else ())]
-        return planner.source.pack(groups)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the state of a checkpoint, and keep it until its prompts are tokenised."""
         settings = self.settings
         check_state(state, self._same)
         drawn = [state["pool"], *([state["round"]["groups"]] if state["round"] else [])]
-        if ahead := state["next"]["round"]:
+        if ahead := state["next"]:
             drawn.append(ahead["trained"])
         limit = settings.sampling.max_completion_length
         check_drawn(drawn, state["reward_funcs"], settings.rewards.names, limit)
@@ -434,27 +432,29 @@ class TrainingRun:
 
     def check_resumed(self) -> None:
         """Refuse a checkpoint without a run, and processes that go on from other ones."""
-        trainer = self.trainer
-        check_same_checkpoint(self.team, trainer.ckpt_path)
-        if self.resumed is None and trainer.state.fn == "fit":
-            check_has_state(trainer.ckpt_path, trainer.datamodule)  # type: ignore[attr-defined]
+        trainer, path = self.trainer, self.trainer.ckpt_path
+        check_same_checkpoint(self.team, path)
+        if self.resumed is None and trainer.state.fn == "fit" and path is not None:
+            name = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]
+            raise CheckpointError(
+                f"`{path}` has no state of `{name}`: no prompts, pool, round or counters to "
+                "resume. Resume from a checkpoint of the whole run, or start a new run without "
+                "`ckpt_path`."
+            )
 
     def _restore(self, state: dict[str, Any]) -> None:
         startup, schedule = self.startup, self.schedule
-        source = self.rounds.runner.planner.source
-        if isinstance(source, StreamSource):
-            prompt_of_uid = source.unpack(state.get("prompts") or ()).__getitem__
-        else:
-            prompt_of_uid = startup.prompts.train.of_uid
+        prompt_of_uid = startup.prompts.train.of_uid
         self.rounds.load_state_dict(state, schedule.rule, prompt_of_uid)
         self.num_rounds = state["num_rounds"]
         self.counters = Counter(state["counters"])
-        pool, following = self.pool, self.rounds.overlap
         if not schedule.ahead:
-            self.counters["num_discarded_tokens"] += following.tokens
-            following.clear()
-        ahead = [c for group in following.groups for c in group.completions]
-        complete([*pool.completions, *ahead], startup.decode)
+            self.counters["num_discarded_tokens"] += self.rounds.drop_next()
+        pool, following = self.pool, self.rounds.next
+        ahead = [c for group in following.groups for c in group.completions] if following else []
+        for completion in (*pool.completions, *ahead):
+            if completion.finished:  # a checkpoint holds no texts
+                completion.text = startup.decode(completion.own_ids)
         if self.learner.needs_group or schedule.selection:
             check_whole_groups(pool, self.settings.num_generations)
         self.current, self._start, self._empty_steps = None, 0, 0

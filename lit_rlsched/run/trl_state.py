@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sized
-from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ _ITS_NAME = {"eval_reward", "train_runtime"}
 class History(Callback, Logger):
     """Collects what is logged as `TrainerState.log_history`; a checkpoint holds it."""
 
+    name, version = "history", ""
+
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
         self.entries: list[dict[str, float]] = []
@@ -34,21 +36,6 @@ class History(Callback, Logger):
         self._losses = 0.0
         self._steps = 0
         self._began = 0.0, 0
-
-    @property
-    def name(self) -> str:
-        """Name of this logger."""
-        return "history"
-
-    @property
-    def version(self) -> str:
-        """Version of its run."""
-        return ""
-
-    @property
-    def save_dir(self) -> str | None:
-        """Folder of the run."""
-        return None if self.trainer is None else self.trainer.default_root_dir
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing: the settings are the script's."""
@@ -127,37 +114,16 @@ class History(Callback, Logger):
         )
 
 
-_OF_ACCELERATOR = {
-    "is_main_process": "is_global_zero",
-    "num_processes": "world_size",
-    "process_index": "global_rank",
-    "local_process_index": "local_rank",
-    "device": "strategy.root_device",
-    "print": "print",
-    "wait_for_everyone": "strategy.barrier",
-}
-"""Attributes of an accelerator that scripts use, and those of Lightning's Trainer."""
-
-
-class Accelerator:
-    """What scripts use of `trainer.accelerator`; the Trainer is Lightning's."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _OF_ACCELERATOR:
-            raise AttributeError(
-                f"`accelerator` of `lit_rlsched.trl` has no `{name}`: the training is Lightning's. "
-                "Use `trainer.trainer.strategy`."
-            )
-        return attrgetter(_OF_ACCELERATOR[name])(self._trainer)
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self._trainer.local_rank == 0
-
-    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the model, which nothing wraps."""
-        return model
+def accelerator_of(trainer: Trainer) -> SimpleNamespace:
+    """Return what scripts use of `trainer.accelerator`; the Trainer is Lightning's."""
+    return SimpleNamespace(
+        is_main_process=trainer.is_global_zero,
+        is_local_main_process=trainer.local_rank == 0,
+        num_processes=trainer.world_size,
+        process_index=trainer.global_rank,
+        local_process_index=trainer.local_rank,
+        device=trainer.strategy.root_device,
+        print=trainer.print,
+        wait_for_everyone=trainer.strategy.barrier,
+        unwrap_model=lambda model, *args, **kwargs: model,
+    )

@@ -37,14 +37,21 @@ class WaitingQueue:
     """Requests sorted by the key of an order, and by arrival where keys are equal.
 
     Requests that are `later` come after all others.
+
+    The order `planned` has the two stages of Infinite Sampling (arXiv 2506.22950): plan ahead, then
+    steal. `plan` spreads the waiting requests over the slots so that the last slot ends early
+    (`plan_makespan`). A slot takes the longest request of its share. A slot whose share is used up
+    steals the shortest request of all. With exact lengths, stealing never ends later than the plan.
     """
 
     def __init__(self, order: Order) -> None:
-        self._order: Order = order  # not its key: a queue is pickled
+        self._order: Order = "shortest_first" if order == "planned" else order  # is pickled
         self._requests: dict[int, Request] = {}
         """Requests by the number of their arrival."""
         self._heap: list[tuple[bool, float, int]] = []  # also of requests that have left
         self._arrivals = 0
+        self._shares: list[deque[int]] = []
+        self._planned = 0  # arrivals before the last plan
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -53,40 +60,6 @@ class WaitingQueue:
         self._arrivals += 1
         self._requests[self._arrivals] = request
         heapq.heappush(self._heap, (request.later, KEYS[self._order](request), self._arrivals))
-
-    def peek(self, slot: int) -> Request:
-        """Return the request that `slot` takes next; raise `IndexError` if the queue is empty."""
-        return self._requests[self._next(slot)]
-
-    def pop(self, slot: int) -> Request:
-        return self._requests.pop(self._next(slot))
-
-    def _next(self, slot: int) -> int:
-        while self._heap[0][-1] not in self._requests:
-            heapq.heappop(self._heap)
-        return self._heap[0][-1]
-
-    def discard(self, request_ids: Collection[str]) -> None:
-        """Remove these requests; ids that do not wait here are ignored."""
-        gone = set(request_ids)
-        self._requests = {n: each for n, each in self._requests.items() if each.id not in gone}
-
-    def clear(self) -> None:
-        self._requests, self._heap = {}, []
-
-
-class PlannedQueue(WaitingQueue):
-    """The two stages of Infinite Sampling (arXiv 2506.22950): plan ahead, then steal.
-
-    `plan` spreads the waiting requests over the slots so that the last slot ends early
-    (`plan_makespan`). A slot takes the longest request of its share. A slot whose share is used up
-    steals the shortest request of all. With exact lengths, stealing never ends later than the plan.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("shortest_first")  # the order in which requests are stolen
-        self._shares: list[deque[int]] = []
-        self._planned = 0  # arrivals before the last plan
 
     def plan(self, loads: Sequence[float]) -> None:
         """Make a new plan if enough has come since the last one."""
@@ -99,15 +72,25 @@ class PlannedQueue(WaitingQueue):
         self._shares = [deque(planned[i] for i in share) for share in plan]
         self._planned = self._arrivals
 
+    def peek(self, slot: int) -> Request:
+        """Return the request that `slot` takes next; raise `IndexError` if the queue is empty."""
+        return self._requests[self._next(slot)]
+
+    def pop(self, slot: int) -> Request:
+        return self._requests.pop(self._next(slot))
+
     def _next(self, slot: int) -> int:
         share: deque[int] = self._shares[slot] if slot < len(self._shares) else deque()
         while share and share[0] not in self._requests:
             share.popleft()  # another slot has stolen it
-        return share[0] if share else super()._next(slot)
+        while not share and self._heap[0][-1] not in self._requests:
+            heapq.heappop(self._heap)
+        return share[0] if share else self._heap[0][-1]
 
-    def clear(self) -> None:
-        super().clear()
-        self._shares, self._planned = [], self._arrivals
+    def discard(self, request_ids: Collection[str]) -> None:
+        """Remove these requests; ids that do not wait here are ignored."""
+        gone = set(request_ids)
+        self._requests = {n: each for n, each in self._requests.items() if each.id not in gone}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +143,16 @@ class Admission:
         self.budget = budget
         self.refill = refill
         self.order = order
-        self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
-        self._waiting = PlannedQueue() if order == "planned" else WaitingQueue(order)
-        self._leased: set[str] = set()
-        self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
+        self.clear()
         self._running: dict[str, tuple[Request, int]] = {}  # with the slot
         self._free = list(range(slots))
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
+        self._waiting = WaitingQueue(self.order)
+        self._leased: set[str] = set()
+        self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
 
     def __len__(self) -> int:
         return len(self._first) + len(self._waiting)
@@ -193,7 +180,7 @@ class Admission:
             return []
         for request_id in self._running.keys() - running.keys():
             heapq.heappush(self._free, self._running.pop(request_id)[1])
-        if isinstance(self._waiting, PlannedQueue):
+        if self.order == "planned":
             self._waiting.plan(self._loads(running))
         room = 0
         if self.budget is not None:  # what running requests neither use nor may still take
@@ -202,10 +189,13 @@ class Admission:
         admitted: list[Request] = []
         while self._free and len(self):
             slot = self._free[0]
-            whole = self._first[0] if self._first else self._waiting.peek(slot)
-            request = self._lease(whole, room)
-            if self.budget is not None:
-                room -= self.budget.cost(request)
+            whole = request = self._first[0] if self._first else self._waiting.peek(slot)
+            if (budget := self.budget) is not None:
+                short = budget.cost(whole) * min(len(self), len(self._free)) > room
+                pause_at = len(whole.prefix_ids) + budget.lease
+                if short and self.refill == "continuous" and pause_at < whole.limit:
+                    request = replace(whole, pause_at=pause_at)
+                room -= budget.cost(request)
                 if room < 0:
                     break
             if self._first:
@@ -217,16 +207,6 @@ class Admission:
             self._running[request.id] = request, heapq.heappop(self._free)
             admitted.append(request)
         return admitted
-
-    def _lease(self, request: Request, room: int) -> Request:
-        """Return the request as it is admitted, with a `pause_at` if memory is short."""
-        budget = self.budget
-        if budget is None or self.refill == "rounds":
-            return request
-        if budget.cost(request) * min(len(self), len(self._free)) <= room:
-            return request
-        pause_at = len(request.prefix_ids) + budget.lease
-        return request if pause_at >= request.limit else replace(request, pause_at=pause_at)
 
     def _loads(self, running: Mapping[str, int]) -> list[float]:
         """Tokens still expected of each slot's request, for as many slots as the budget allows."""
@@ -245,12 +225,6 @@ class Admission:
         self._waiting.discard(request_ids)
         self._first = deque(r for r in self._first if r.id not in request_ids)
         self._leased -= set(request_ids)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-        self._first.clear()
-        self._leased.clear()
-        self._pushed, self._expected_tokens = 0, 0.0
 
 
 DEFAULT_SLOTS = 256
@@ -276,7 +250,8 @@ class KVCache:
     @property
     def whole(self) -> int:
         """`longest`, rounded up to whole blocks."""
-        return CacheBudget(0, self.block or 1).blocks(self.longest)
+        block = self.block or 1
+        return -(-self.longest // block) * block
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,14 +306,16 @@ class SlotSettings:
         most = min(completions, by_default)
         if self.memory_budget is None:
             return most
-        if cache.block is None:
-            full = slots_for_budget(
-                self.memory_budget, cache.token_bytes, cache.longest, self._each
+        # a completion in whole blocks, with one block that the engine may keep
+        least = cache.longest if cache.block is None else cache.whole + cache.block
+        if self.memory_budget < (one := cache.token_bytes * least):
+            raise UsageError(
+                f"`memory_budget={self.memory_budget}` bytes{self._each} is less than one "
+                f"completion may take: {one} bytes for {least} tokens. Raise it, or lower "
+                "`max_completion_length`."
             )
-            return min(most, full)
-        # refuse less than a completion in whole blocks, with one block that the engine may keep
-        least = cache.whole + cache.block
-        slots_for_budget(self.memory_budget, cache.token_bytes, least, self._each)
+        if cache.block is None:
+            return min(most, self.memory_budget // one)
         begun = self.memory_budget // (cache.token_bytes * (shortest + 1))
         return max(1, min(most, begun))
 
@@ -364,17 +341,13 @@ class SlotSettings:
                 )
             lease = max(block, -(-max_completion_length // LEASES))
             return Admission(slots, self.refill, order, CacheBudget(tokens, block, lease))
-        if capacity is not None and replace(self, engines=1) != SlotSettings():
-            self._check_capacity(cache, capacity, slots)
-        elif capacity is not None:
+        if capacity is None:
+            return Admission(slots, self.refill, order)
+        fit = capacity // cache.whole
+        if replace(self, engines=1) == SlotSettings():
             slots = min(slots, max(DEFAULT_SLOTS, 2 * capacity // cache.whole))
-        return Admission(slots, self.refill, order)
-
-    def _check_capacity(self, cache: KVCache, capacity: int, slots: int) -> None:
-        """Refuse slots that the cache cannot fill with completions of the maximum length."""
-        fit, gib = capacity // cache.whole, cache.token_bytes / 2**30
-        if fit < slots:
-            most = fit * self.engines
+        elif fit < slots:
+            gib, most = cache.token_bytes / 2**30, fit * self.engines
             advice = f"Use `slots={most}`," if fit else "Not even one fits. Use"
             raise UsageError(
                 f"`MicroGroupSampling(slots={slots * self.engines})`: completions of the maximum "
@@ -383,16 +356,4 @@ class SlotSettings:
                 "`max_completion_length` or `memory_budget`, which runs as many completions as fit "
                 "at the moment, or give the engine more memory."
             )
-
-
-def slots_for_budget(
-    budget: int, kv_bytes_per_token: int, tokens_per_completion: int, where: str = ""
-) -> int:
-    """Number of completions of the maximum length that fit into a memory budget."""
-    one = kv_bytes_per_token * tokens_per_completion
-    if budget < one:
-        raise UsageError(
-            f"`memory_budget={budget}` bytes{where} is less than one completion may take: {one} "
-            f"bytes for {tokens_per_completion} tokens. Raise it, or lower `max_completion_length`."
-        )
-    return budget // one
+        return Admission(slots, self.refill, order)

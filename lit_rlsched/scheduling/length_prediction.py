@@ -1,6 +1,5 @@
 """Predicted lengths of completions: the interface, a predictor, and how good predictions are."""
 
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,6 +14,10 @@ HALF_LIFE = 4.0
 """Rounds after which the waits of a round for tools count half."""
 BINS = 256
 """Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
+
+
+PLAIN = ("NoneType", "bool", "int", "float", "str", "Tensor", "Parameter")
+"""Types that `torch.load(weights_only=True)` accepts, by name: torch is not imported for them."""
 
 
 class LengthPredictor(RemembersInit, ABC):
@@ -183,7 +186,7 @@ class CalibratedPredictor:
     def _valid(self, predictions: Any, otherwise: np.ndarray) -> np.ndarray:
         """Return the predictions, with invalid ones replaced by the history's."""
         try:
-            if _is_tensor(predictions):
+            if hasattr(predictions, "detach"):  # a tensor
                 predictions = predictions.detach().double().cpu()
             values = np.array(predictions, dtype=float)
         except (TypeError, ValueError):
@@ -226,8 +229,7 @@ class CalibratedPredictor:
             have, expected, from_history = self._asked.pop(sample.id, (0, 0.0, 0.0))
             came = sample.completion.drawn - have
             if expected and came > 0:  # else it was not asked about, or was restarted since
-                capped = sample.completion.finish_reason == "length"
-                pairs.append((expected, from_history, came, have, capped))
+                pairs.append((expected, from_history, came))
         self.invalid += self._invalid
         self.start_round()
         fade = 0.5 ** (1 / HALF_LIFE)
@@ -240,10 +242,11 @@ class CalibratedPredictor:
         self.history.observe(finished)
         metrics = {"length_prediction/invalid": float(self.invalid)}
         if pairs:
-            expected_all, history_all, came_all, have_all, capped_all = np.array(pairs).T
-            for name, predicted in (("", expected_all), ("history_", history_all)):
-                figures = _calibration(predicted, came_all, have_all, capped_all > 0)
-                metrics |= {f"length_prediction/{name}{key}": n for key, n in figures.items()}
+            predicted, of_history, lengths = np.array(pairs).T
+            for name, tokens in (("", predicted), ("history_", of_history)):
+                error = float(np.abs(tokens - lengths).mean())
+                metrics[f"length_prediction/{name}mae"] = error
+                metrics[f"length_prediction/{name}rank_correlation"] = _spearman(tokens, lengths)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,40 +278,20 @@ class CalibratedPredictor:
         self.start_round()
 
 
-def _calibration(
-    predicted: np.ndarray, came: np.ndarray, have: np.ndarray, capped: np.ndarray
-) -> dict[str, float]:
-    """Error (tokens), rank correlation and coverage of capped completions; arguments `[N]`."""
-    metrics = {"mae": float(np.abs(predicted - came).mean()), "rank_correlation": 0.0}
-    if len(np.unique(predicted)) > 1 and len(np.unique(came)) > 1:
-        correlation = np.corrcoef(_ranks(predicted), _ranks(came))[0, 1]  # Spearman's
-        metrics["rank_correlation"] = float(correlation)
-    if count := int(capped.sum()):
-        # R-precision: the share of the R capped completions among the R longest predicted. Of equal
-        # predictions at the border each counts in part, so that their order does not matter.
-        totals = predicted + have
-        least = np.sort(totals)[-count]
-        above, equal = totals > least, totals == least
-        found = float(capped[above].sum() + (count - int(above.sum())) * capped[equal].mean())
-        metrics["cap_coverage"] = found / count
-    return metrics
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks `[N]`; equal values share their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends: np.ndarray = counts.cumsum()
-    return (ends - (counts - 1) / 2)[inverse]
+def _spearman(predicted: np.ndarray, came: np.ndarray) -> float:
+    """Rank correlation of `[N]` values; 0 if those of a side are all equal."""
+    if min(len(np.unique(values)) for values in (predicted, came)) < 2:
+        return 0.0
+    ranks = []
+    for values in (predicted, came):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends: np.ndarray = counts.cumsum()
+        ranks.append((ends - (counts - 1) / 2)[inverse])  # equal values share their mean rank
+    return float(np.corrcoef(np.stack(ranks))[0, 1])
 
 
 def _environment(sample: Sample) -> str:
     return str(sample.group.prompt.columns.get("environment", ""))
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _check_plain(name: str, state: Any) -> None:
@@ -319,7 +302,7 @@ def _check_plain(name: str, state: Any) -> None:
     elif isinstance(state, list | tuple):
         for i, value in enumerate(state):
             _check_plain(f"{name}[{i}]", value)
-    elif not (state is None or type(state) in (bool, int, float, str) or _is_tensor(state)):
+    elif type(state).__name__ not in PLAIN:
         raise UsageError(
             f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
             "Use numbers, strings, tensors, and lists and dicts of them."

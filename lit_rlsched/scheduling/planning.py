@@ -6,16 +6,13 @@ the problem P||Cmax. A plan has one queue of indices into `lengths` per slot, lo
 equal jobs in the order of `lengths`.
 
 All functions take `lengths`, the decode steps of each job; the number of `slots`; and `loads`, the
-decode steps for which each slot is still busy (default: 0). They raise `ValueError` if `slots` is
-less than 1, a length or load is negative or not finite, or `loads` has not one value per slot.
+decode steps for which each slot is still busy (default: 0). None is negative.
 """
 
 import heapq
 from collections.abc import Sequence
 
 import numpy as np
-
-from lit_rlsched.settings import UsageError
 
 # Limits of the work in `plan_makespan`: pairs of jobs tried for a swap (nanoseconds each), and
 # loads in the states of the search (about 50 ns each).
@@ -30,7 +27,7 @@ Steps = Sequence[float] | np.ndarray
 
 def makespan(queues: Sequence[Sequence[int]], lengths: Steps, loads: Steps | None = None) -> float:
     """Decode steps until the last of the plan's queues is done; an int if all inputs are ints."""
-    jobs, busy = (steps.tolist() for steps in _check(lengths, len(queues), loads))
+    jobs, busy = (steps.tolist() for steps in _arrays(lengths, len(queues), loads))
     return max(
         (sum((jobs[i] for i in queue), start) for queue, start in zip(queues, busy, strict=True)),
         default=0,
@@ -44,9 +41,7 @@ def lower_bound(lengths: Steps, slots: int, loads: Steps | None = None) -> float
     jobs would fill the slots if they could be cut up; and, for every k, the `k + 1` shortest of the
     `k * slots + 1` longest jobs and loads, since some slot has `k + 1` of these.
     """
-    if slots < 1:
-        raise UsageError(f"`slots={slots}`: use 1 or more.")
-    jobs, busy = _check(lengths, slots, loads)
+    jobs, busy = _arrays(lengths, slots, loads)
     pieces = np.sort(np.concatenate([jobs, busy]))[::-1]
     sums = np.concatenate([[0], np.cumsum(pieces)])
     k = np.arange((len(pieces) - 1) // slots + 1)
@@ -79,10 +74,8 @@ def plan_makespan(
     `slots`: beyond 20 jobs on 4 or more slots the search usually stops at its limit, and only the
     guarantee of longest first is left.
     """
-    if not epsilon > 0:
-        raise UsageError(f"`epsilon={epsilon}`: use more than 0, such as 0.1 for 10 %.")
     lower = lower_bound(lengths, slots, loads)
-    jobs, busy = _check(lengths, slots, loads)
+    jobs, busy = _arrays(lengths, slots, loads)
     order = np.argsort(-jobs, kind="stable")
     jobs = jobs[order]
 
@@ -181,27 +174,9 @@ def _queues(slot_of: np.ndarray, order: np.ndarray, slots: int) -> list[list[int
     return queues
 
 
-def _check(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(lengths: Steps, slots: int, loads: Steps | None) -> tuple[np.ndarray, np.ndarray]:
     """Jobs and loads as arrays of one dtype: int64, or float64 if any value is a float."""
-    jobs, busy = (
-        _steps("lengths", lengths),
-        _steps("loads", [0] * slots if loads is None else loads),
-    )
-    if len(busy) != slots:
-        raise UsageError(
-            f"`loads` has {len(busy)} values for {slots} slots: give one per slot, 0 for a free "
-            "slot."
-        )
+    given = (lengths, [0] * slots if loads is None else loads)
+    jobs, busy = (np.asarray(steps) if len(steps) else np.zeros(0, np.int64) for steps in given)
     dtype = np.result_type(jobs, busy)
     return jobs.astype(dtype), busy.astype(dtype)
-
-
-def _steps(name: str, values: Steps) -> np.ndarray:
-    steps = np.asarray(values)
-    whole = not steps.size or steps.dtype.kind in "biu"
-    steps = steps.astype(np.int64 if whole else np.float64)
-    bad = np.flatnonzero(~(np.isfinite(steps) & (steps >= 0)))
-    if bad.size:
-        i = int(bad[0])
-        raise UsageError(f"`{name}[{i}]={steps[i]}`: use a finite number of steps, 0 or more.")
-    return steps

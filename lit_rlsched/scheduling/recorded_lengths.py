@@ -1,12 +1,11 @@
 """Completion lengths known in advance: drawn from a distribution, or recorded."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -51,28 +50,6 @@ class TraceLengths:
         return self.lengths[request.id]
 
 
-class RecordedCompletions:
-    """Recorded completions, to be drawn again token by token."""
-
-    def __init__(self, token_ids: Mapping[str, Sequence[int]]) -> None:
-        self._token_ids = token_ids
-
-    def __call__(self, request: Request) -> int:
-        return len(self.token_ids(request))
-
-    def token_ids(self, request: Request) -> Sequence[int]:
-        """All tokens of the request's completion, its prefix included."""
-        tokens = self._token_ids.get(request.id, ())
-        if not tokens:
-            raise UsageError(f"request {request.id!r} has no recorded completion")
-        if len(tokens) <= len(request.prefix_ids):
-            raise UsageError(
-                f"request {request.id!r} has a prefix of {len(request.prefix_ids)} tokens, but its "
-                f"recorded completion only {len(tokens)}"
-            )
-        return tokens
-
-
 class Oracle(LengthPredictor):
     """Knows all lengths: the bound of what a predictor can achieve, for simulations and tests.
 
@@ -101,11 +78,18 @@ class Oracle(LengthPredictor):
 
 def _read(path: Path) -> Mapping[str, int] | list[int]:
     """Read lengths; the spans of a resumed request add up."""
+    import pyarrow as pa
+    from pyarrow import json, parquet
+
+    read = parquet.read_table if path.suffix == ".parquet" else json.read_json
     if not path.exists():
         raise UsageError(
             f"trace {str(path)!r}: there is no such file or folder. Give the path of a trace."
         )
-    table = Traces(path).rows("spans") if path.is_dir() else _rows(path)
+    try:
+        table = Traces(path).rows("spans") if path.is_dir() else read(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(f"trace {str(path)!r} cannot be read as rows ({error})") from error
     names = {name for row in table for name in row} & {"tokens", "request"} | {"tokens"}
     for number, row in enumerate(table or [{}]):
         if lacking := [name for name in sorted(names) if row.get(name) is None]:
@@ -119,20 +103,3 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
     for row in table:
         totals[row["request"]] += row["tokens"]
     return totals
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    where = f"trace {str(path)!r}"
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            return pq.read_table(path).to_pylist()
-        rows, lines = [], path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines, start=1):
-            where = f"trace {str(path)!r}, line {number}"
-            rows += [dict(json.loads(line))] if line.strip() else []
-        return rows
-    except Exception as error:  # pyarrow's and json's have no other base
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{where} cannot be read as rows ({why})") from error

@@ -1,6 +1,6 @@
 """A window of prompts in flight: which of them a round trains on, what becomes of the others."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -26,36 +26,27 @@ def most_overtakes(max_staleness: int, update_prompts: int, prompts: int) -> int
 def places(
     decoded: Iterable[int], overtaken: Sequence[int], update_prompts: int, overtakes: int
 ) -> list[int]:
-    """Give the places of an update to prompts, in the order of `decoded`.
+    """Give the places of an update to the oldest of the decoded prompts.
 
     A prompt gets no place if an earlier one would then have been overtaken too often: those that
-    must not be overtaken once more have a place of this update reserved. Nobody loses a place, and
-    who got none gets none later, so the places of some prompts are certain once these are decoded.
+    must not be overtaken once more have a place of this update reserved.
 
     Prompts are numbered as they were drawn from the data. Earlier rounds have trained on
     `overtaken` later prompts before each; no prompt has a larger number than one before it. At most
     `overtakes` are allowed.
     """
     placed: list[int] = []
-    taken: list[int] = []
-    refused = len(overtaken)
 
     def may_be_left(number: int) -> bool:
-        later = len(taken) - bisect_right(taken, number)
+        later = len(placed) - bisect_right(placed, number)
         return min(overtaken[number], overtakes) + later <= overtakes
 
-    for number in decoded:
-        if len(placed) == update_prompts:
-            break
-        if number > refused:
-            continue  # it would need all that this one needs
-        insort(taken, number)
+    for number in sorted(decoded)[:update_prompts]:
+        placed.append(number)
         reserved = bisect_left(range(len(overtaken)), True, key=may_be_left)  # the first prompts
-        if len(taken) + reserved - bisect_left(taken, reserved) <= update_prompts:
-            placed.append(number)
-        else:
-            taken.remove(number)
-            refused = number
+        if len(placed) + reserved - bisect_left(placed, reserved) > update_prompts:
+            placed.pop()
+            break  # a later one would need all that this one needs
     return placed
 
 
@@ -72,10 +63,8 @@ class WindowRound(RoundRule):
     Tokens of earlier policies are verified when a round begins, if they are `verifies_from` policy
     versions old. By default that is all of them.
 
-    If more prompts are ready than a round takes, it takes those that were decoded first, so that
-    their places are certain during the round. With `oldest_first` it takes those that were drawn
-    from the data first, so that tokens get as little old as they can. With `fewer`, `prompts` is
-    only the most, for a data set that holds fewer.
+    If more prompts are ready than a round takes, it takes the oldest of them, those that were drawn
+    from the data first. With `fewer`, `prompts` is only the most, for a data set that holds fewer.
     """
 
     def __init__(
@@ -85,12 +74,11 @@ class WindowRound(RoundRule):
         overtakes: int,
         max_staleness: int = 0,
         verifies_from: int | None = 1,
-        oldest_first: bool = False,
         fewer: bool = False,
     ) -> None:
         self.update_prompts, self.prompts, self.overtakes = update_prompts, prompts, overtakes
         self.max_staleness, self.verifies_from = max_staleness, verifies_from
-        self.oldest_first, self._fewer = oldest_first, fewer
+        self._fewer = fewer
         self.ends_early = self.reorders = overtakes > 0 and prompts > update_prompts
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
@@ -132,14 +120,17 @@ class WindowRound(RoundRule):
         size = self.update_prompts
         if not self.reorders:
             size = len(state.planned) - len(state.waiting)  # with prompts that replace others
-        return len(state.decoded) >= size and len(self._placed(state, state.decoded)) == size
+        return len(state.decoded) >= size and len(self._placed(state)) == size
 
     def final_groups(self, state: RoundState) -> Sequence[Group]:
-        return [] if self.oldest_first else self._placed(state, state.decoded[: state.final])
+        """The oldest `update_prompts`, once decoded: nothing that still decodes pushes them out."""
+        later = {group.id for group in state.planned[self.update_prompts :]}
+        without = later if self.reorders else state.waiting
+        return [group for group in state.decoded[: state.final] if group.id not in without]
 
     def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Take an update's prompts, and count by how many each of the others was overtaken."""
-        chosen = {group.id for group in self._placed(state, state.decoded)}
+        chosen = {group.id for group in self._placed(state)}
         trained, left, later = [], [], len(chosen)
         for group in groups:
             if group.id in chosen:
@@ -150,18 +141,13 @@ class WindowRound(RoundRule):
                 left.append(replace(group, overtaken=overtaken))
         return trained, left
 
-    def _placed(self, state: RoundState, decoded: Sequence[Group]) -> list[Group]:
-        """Those of the decoded groups that this round trains on, in the order of their places."""
+    def _placed(self, state: RoundState) -> list[Group]:
+        """Those of the decoded groups that this round trains on."""
         if not self.reorders:
-            return [group for group in decoded if group.id not in state.waiting]
+            return [group for group in state.decoded if group.id not in state.waiting]
         planned = state.planned
         number = {group.id: i for i, group in enumerate(planned)}
-        order = [number[group.id] for group in decoded]
+        decoded = [number[group.id] for group in state.decoded]
         overtaken = [group.overtaken for group in planned]
-        chosen = places(
-            sorted(order) if self.oldest_first else order,
-            overtaken,
-            self.update_prompts,
-            self.overtakes,
-        )
+        chosen = places(decoded, overtaken, self.update_prompts, self.overtakes)
         return [planned[i] for i in chosen]

@@ -1,7 +1,6 @@
 """RollPacker: tensor-parallel sizes by the rounds' preemptions, and how long a reward may take."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -59,7 +58,6 @@ class TensorParallelPlanner:
 
     def __init__(self, size: int, maximum: int, minimum: int = 1) -> None:
         self.minimum, self.maximum = minimum, maximum
-        self._proven: set[int] = set()
         self._kinds: dict[RoundKind, _Kind] = {"short": _Kind(size), "long": _Kind(size)}
 
     def size(self, kind: RoundKind) -> int:
@@ -68,7 +66,6 @@ class TensorParallelPlanner:
     def observe(self, kind: RoundKind, preemptions: int) -> None:
         """Update the size from a round that ran with the size of its kind."""
         state = self._kinds[kind]
-        self._proven.add(state.size)
         average = state.average
         rise = preemptions - (average or 0.0)
         state.average = preemptions if average is None else average + SMOOTHING * rise
@@ -83,40 +80,6 @@ class TensorParallelPlanner:
             state.halved = False
             if state.size > self.minimum:
                 self._change(state, state.size // 2, average=0.0)
-
-    def exclude(self, size: int, working: int) -> bool:
-        """Limit sizes to those that work, after an engine did not start with `size`."""
-        proven = self._proven | {working}
-        if size > max(proven):
-            self.maximum = size // 2
-        elif size < min(proven):
-            self.minimum = 2 * size
-        else:
-            return False
-        for state in self._kinds.values():
-            within = min(max(state.size, self.minimum), self.maximum)
-            if state.size != within:
-                self._change(state, within, average=None)
-        return True
-
-    def restart(self, kind: RoundKind, working: int, start: Callable[[int], None]) -> str | None:
-        """Restart the engine with the size of the next round, or with another one if that fails.
-
-        An error at a size that has worked before is raised: it has another cause.
-        """
-        size = self.size(kind)
-        try:
-            start(size)
-        except Exception as error:
-            if not self.exclude(size, working):
-                raise
-            instead = self.size(kind)
-            start(instead)
-            return (
-                f"The engine does not start with `tensor_parallel_size={size}`: {error!r}. The run "
-                f"goes on with {instead}, and `ParallelismPlanner` does not try {size} again."
-            )
-        return None
 
     def _change(self, state: _Kind, size: int, average: float | None) -> None:
         state.halved = size < state.size
@@ -136,14 +99,13 @@ class TensorParallelPlanner:
 def check_bounds(minimum: int, maximum: int | None) -> None:
     """Refuse bounds without a size between them; a `maximum` of `None` is not known yet."""
     check_power_of_two(f"ParallelismPlanner({minimum=})", minimum)
-    if maximum is None:
-        return
-    check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
-    if minimum > maximum:
-        raise UsageError(
-            f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
-            "`maximum`. Swap them, or leave `minimum` out."
-        )
+    if maximum is not None:
+        check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
+        if minimum > maximum:
+            raise UsageError(
+                f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
+                "`maximum`. Swap them, or leave `minimum` out."
+            )
 
 
 def check_power_of_two(setting: str, size: int) -> None:
@@ -164,10 +126,6 @@ class AdaptiveTimeout:
     def __init__(self, scale: float, minimum: float, maximum: float) -> None:
         self.scale, self.minimum, self.maximum = scale, minimum, maximum
         self._anchors: dict[str, float] = {}
-
-    def anchored(self, task: str) -> bool:
-        """Whether the task has had a correct completion."""
-        return task in self._anchors
 
     def of(self, task: str) -> float:
         anchor = self._anchors.get(task, math.inf)

@@ -61,6 +61,8 @@ class RoundRule(ABC):
     reorders = False
     """Whether a group may be decoded and scored and wait for a later round all the same. Hooks are
     called with it in the round that trains on it."""
+    has_domains = False
+    """Whether `domain_of` may differ between prompts."""
     patience: float | None = None
     """Longest time per round, in seconds, to wait for the scores of the groups decoded first. After
     that, later groups may take their places. `None`: the end does not depend on scores."""
@@ -77,11 +79,6 @@ class RoundRule(ABC):
     def draws(self, pool: Sequence[Group]) -> list[tuple[str | None, int]]:
         """The same number by domain; `None` stands for any domain."""
         return [(None, self.fresh_prompts(pool))]
-
-    @property
-    def has_domains(self) -> bool:
-        """Whether `domain_of` may differ between prompts."""
-        return type(self).domain_of is not RoundRule.domain_of
 
     def domain_of(self, prompt: Prompt) -> str | None:
         """The domain whose quota a prompt counts towards; `None` without quotas."""

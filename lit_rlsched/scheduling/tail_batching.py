@@ -70,7 +70,7 @@ class TailRound(RoundRule):
         shares: Mapping[str, float] | None = None,
     ) -> None:
         self.update_prompts, self.num_generations = update_prompts, num_generations
-        self.patience, self.shares = patience, shares
+        self.patience, self.shares, self.has_domains = patience, shares, shares is not None
         self.quotas = quotas(shares, update_prompts)
         self._ratio = completion_ratio
         self.stops_groups = self.launched(num_generations) > num_generations
@@ -79,10 +79,6 @@ class TailRound(RoundRule):
         self.ends_early = self._raced > update_prompts
         # losers wait until they fill a round of their own
         self.most_deferred = update_prompts - 1 if self.ends_early else 0
-
-    @property
-    def has_domains(self) -> bool:
-        return self.shares is not None
 
     def domain_of(self, prompt: Prompt) -> str | None:
         return None if self.shares is None else str(prompt.columns[COLUMN])

@@ -1,7 +1,7 @@
 """Timeline of a run: when trainer and engines work, and for whom they wait."""
 
-import heapq
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,29 +15,6 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 
 Span = tuple[float, float]
 """Start and end."""
-
-
-def cut(spans: Sequence[Span], by: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """Split spans into the parts inside of `by` and the parts outside.
-
-    Both are in order, and neither overlaps itself.
-    """
-    inside: list[Span] = []
-    outside: list[Span] = []
-    first = 0
-    for at, end in spans:
-        while first < len(by) and by[first][1] <= at:
-            first += 1
-        other = first
-        while other < len(by) and by[other][0] < end:
-            start, stop = by[other]
-            if at < start:
-                outside.append((at, start))
-            inside.append((max(at, start), min(end, stop)))
-            at, other = stop, other + 1
-        if at < end:
-            outside.append((at, end))
-    return inside, outside
 
 
 def union(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
@@ -72,30 +49,17 @@ class Interval(NamedTuple):
         return self.start, self.end
 
 
-def flatten(lane: str, intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Cut a lane's intervals so that at each moment from `start` to `end` at most one is left.
+def holding(intervals: Iterable[Interval], edges: Sequence[float]) -> list[Interval | None]:
+    """Return which of a lane's intervals holds between each edge and the next.
 
     Decoding hides everything else, and what began later hides what began earlier.
     """
-    inside = [i for i in intervals if i.start < end and i.end > start]
-    inside.sort(key=lambda i: i.start)
-    times = {max(start, i.start) for i in inside} | {min(end, i.end) for i in inside}
-    current: list[tuple[bool, float, float, int]] = []
-    flat: list[Interval] = []
-    coming = 0
-    for begin, stop in pairwise(sorted(times)):
-        while coming < len(inside) and inside[coming].start <= begin:
-            i = inside[coming]
-            heapq.heappush(current, (i.what != DECODE, -i.start, i.end, coming))
-            coming += 1
-        while current and current[0][2] <= begin:
-            heapq.heappop(current)
-        if current:
-            _, what, _, _, whom = inside[current[0][3]]
-            if flat and flat[-1][1:] == (what, flat[-1].start, begin, whom):
-                begin = flat.pop().start
-            flat.append(Interval(lane, what, begin, stop, whom))
-    return flat
+    held: list[Interval | None] = [None] * (len(edges) - 1)
+    for interval in sorted(intervals, key=lambda i: (i.what == DECODE, i.start, -i.end)):
+        first, last = bisect_left(edges, interval.start), bisect_left(edges, interval.end)
+        last = min(last, len(held))
+        held[first:last] = [interval] * (last - first)
+    return held
 
 
 SHORT = 0.01
@@ -182,35 +146,34 @@ class Timeline:
         work. An engine without work waits for rewards, for engines that work, or for the trainer.
         """
         start, end, self._start = self._start, self._end, self._end
-        known = self._take(end)
-        whole = [(start, end)]
-        lanes = {
-            name: flatten(name, (i for i in known if i.lane in (name, ENGINES)), start, end)
-            for name in (f"engine {engine}" for engine in range(self._engines))
+        known = [i for i in self._take(end) if i.start < end and i.end > start]
+        times = (
+            {start, end} | {max(start, i.start) for i in known} | {min(end, i.end) for i in known}
+        )
+        edges = sorted(times)
+        names = [f"engine {engine}" for engine in range(self._engines)]
+        held = {
+            name: holding((i for i in known if i.lane in (name, ENGINES)), edges) for name in names
         }
-        busy = {name: [i.span for i in lane if not i.waits_for] for name, lane in lanes.items()}
-        any_busy = union(span for spans in busy.values() for span in spans) if lanes else whole
-
-        trainer = []
-        of_trainer = flatten(TRAINER, (i for i in known if i.lane == TRAINER), start, end)
-        works = cut(whole, [i.span for i in of_trainer])[1]
-        for interval in of_trainer:
-            if interval.waits_for != ENGINES:
-                trainer.append(interval)
-                continue
-            waits, more = cut([interval.span], any_busy)
-            trainer += [interval._replace(start=a, end=b) for a, b in waits]
-            works += more
-        trainer += [Interval(TRAINER, OTHER, *span) for span in union(works)]
-        trainer.sort(key=lambda i: i.start)
-
-        rewards = [i.span for i in trainer if i.waits_for == REWARDS]
-        for name, lane in lanes.items():
-            gaps = cut(whole, [i.span for i in lane])[1]
-            others = union(s for other, spans in busy.items() if other != name for s in spans)
-            for whom, layer in ((REWARDS, rewards), (ENGINES, others), (TRAINER, whole)):
-                inside, gaps = cut(gaps, layer)
-                lane += [Interval(name, WAIT, *span, whom) for span in inside]
-            lane.sort(key=lambda i: i.start)
-        self.last = Lap(start, end, {TRAINER: trainer, **lanes})
+        of_trainer = holding((i for i in known if i.lane == TRAINER), edges)
+        lanes: dict[str, list[Interval]] = {name: [] for name in (TRAINER, *names)}
+        for place, (begin, stop) in enumerate(pairwise(edges)):
+            now = {name: held[name][place] for name in names}
+            busy = {name for name, does in now.items() if does and not does.waits_for}
+            own = of_trainer[place]
+            if own is not None and own.waits_for == ENGINES and names and not busy:
+                own = None
+            found = {TRAINER: (own.what, own.waits_for) if own else (OTHER, None)}
+            for name, does in now.items():
+                whom = ENGINES if busy - {name} else TRAINER
+                if own is not None and own.waits_for == REWARDS:
+                    whom = REWARDS
+                found[name] = (does.what, does.waits_for) if does else (WAIT, whom)
+            for name, (what, waits_for) in found.items():
+                lane = lanes[name]
+                if lane and (lane[-1].what, lane[-1].waits_for) == (what, waits_for):
+                    lane[-1] = lane[-1]._replace(end=stop)
+                else:
+                    lane.append(Interval(name, what, begin, stop, waits_for))
+        self.last = Lap(start, end, lanes)
         return self.last

@@ -2,8 +2,8 @@
 
 import json
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,13 +122,13 @@ class TraceWriter:
 
     def _rotate(self) -> None:
         """Delete the oldest rounds of the large tables, but never the newest file of one."""
-        parts = {name: parts_of(self._folder / name) for name in TABLES if name not in WHOLE}
-        sizes = {part.path: part.path.stat().st_size for of in parts.values() for part in of}
+        tables = [parts_of(self._folder / name) for name in TABLES if name not in WHOLE]
+        sizes = {part: part.path.stat().st_size for parts in tables for part in parts}
         total = sum(sizes.values())
-        while total > self._most_bytes and any(len(of) > 1 for of in parts.values()):
-            oldest = min((of for of in parts.values() if len(of) > 1), key=lambda of: of[0].last)
-            part = oldest.pop(0)
-            total -= sizes[part.path]
+        for part in sorted((p for parts in tables for p in parts[:-1]), key=lambda p: p.last):
+            if total <= self._most_bytes:
+                break
+            total -= sizes[part]
             part.path.unlink()
 
 
@@ -139,63 +139,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(unfinished, path)
 
 
-class Tables(ABC):
-    """Tables of several rounds, on disk or in memory; each is read once."""
-
-    about: dict[str, Any]
-    """What holds for all rounds."""
-    folder: str | Path
-    """Where they are from, for messages."""
-
-    def __init__(self) -> None:
-        self._tables: dict[str, pa.Table] = {}
-
-    @abstractmethod
-    def parts(self, name: str) -> Iterable["pa.Table"]:
-        """Return the parts of a table, in the order of the rounds."""
-
-    def table(self, name: str) -> "pa.Table":
-        """Return all rows of a table, which may have none, in the order of the rounds."""
-        import pyarrow as pa
-
-        if name not in self._tables:
-            parts = [*self.parts(name)]
-            whole = pa.concat_tables(parts, promote_options="permissive") if parts else None
-            self._tables[name] = pa.table({}) if whole is None else whole
-        return self._tables[name]
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a table."""
-        return self.table(name).to_pylist()
-
-
-class Newest(Tables):
-    """The newest rounds of other tables: what a run is like now, and not when it began."""
-
-    def __init__(self, tables: Tables, rounds: int) -> None:
-        super().__init__()
-        self.about, self.folder, self._whole = tables.about, tables.folder, tables
-        completions = tables.table("completions")
-        known = completions["round"].unique().to_pylist() if completions.num_rows else []
-        self.numbers = sorted(known)[-rounds:]
-        """Numbers of the rounds."""
-
-    def parts(self, name: str) -> Iterator["pa.Table"]:
-        import pyarrow.compute as pc
-
-        table = self._whole.table(name)
-        if table.num_rows and self.numbers:
-            table = table.filter(pc.greater_equal(table["round"], self.numbers[0]))
-        yield table
-
-
-class Traces(Tables):
-    """The traces of a run, from its folder or its folder `traces`."""
+class Traces:
+    """The traces of a run, from its folder or its folder `traces`; each table is read once."""
 
     def __init__(self, folder: str | Path) -> None:
-        super().__init__()
         folder = Path(folder)
-        self.folder: Path = folder if (folder / ABOUT).is_file() else folder / "traces"
+        self.folder = folder if (folder / ABOUT).is_file() else folder / "traces"
         path = self.folder / ABOUT
         if not path.is_file():
             raise UsageError(
@@ -203,7 +152,7 @@ class Traces(Tables):
                 "writes them into `traces/`."
             )
         try:
-            self.about = json.loads(path.read_text(encoding="utf-8"))
+            self.about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             version = self.about["format"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"`{path}` is damaged: it is no JSON of a run's traces.") from None
@@ -212,6 +161,35 @@ class Traces(Tables):
                 f"`{path}` has the format {version!r}, and this version of lit_rlsched reads "
                 f"{FORMAT}. Use the version that wrote it."
             )
+        self._tables: dict[str, pa.Table] = {}
+
+    def newest(self, rounds: int) -> "Traces":
+        """Return the newest rounds alone: what a run is like now, and not when it began."""
+        import pyarrow.compute as pc
+
+        completions, part = self.table("completions"), copy(self)
+        known = completions["round"].unique().to_pylist() if completions.num_rows else [0]
+        first = sorted(known)[-rounds:][0]
+        tables = {name: self.table(name) for name in TABLES}
+        part._tables = {
+            name: of.filter(pc.greater_equal(of["round"], first)) if of.num_rows else of
+            for name, of in tables.items()
+        }
+        return part
+
+    def table(self, name: str) -> "pa.Table":
+        """Return all rows of a table, which may have none, in the order of the rounds."""
+        import pyarrow as pa
+
+        if name not in self._tables:
+            parts = [*self._parts(name)]
+            whole = pa.concat_tables(parts, promote_options="permissive") if parts else None
+            self._tables[name] = pa.table({}) if whole is None else whole
+        return self._tables[name]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of a table."""
+        return self.table(name).to_pylist()
 
     def check(self) -> None:
         """Refuse tables that have rows and lack a column."""
@@ -224,7 +202,7 @@ class Traces(Tables):
                     "traces of a run. Copy them again."
                 )
 
-    def parts(self, name: str) -> Iterator["pa.Table"]:
+    def _parts(self, name: str) -> Iterator["pa.Table"]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lit_rlsched.scheduling.timeline import DECODE, TRAINER, Span, union
-from lit_rlsched.scheduling.trace_files import Tables
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
 Rows = Sequence[Mapping[str, Any]]
@@ -22,11 +22,6 @@ FORWARD = 1 / 3
 
 If the engine's prefill takes longer, a forward pass is supposed to take as long: an update that had
 nothing to compute tells nothing."""
-LEAST = 0.1
-"""Share of the seconds of decode steps that must be beside the trainer's work, and alone, before
-one can tell how much longer a step takes there."""
-MOST_SLOWDOWN = 4.0
-"""Largest one that is looked for."""
 MOST_LATENCIES = 10_000
 
 
@@ -82,8 +77,6 @@ class Costs:
     """Seconds for each position of a pass that verifies drafts."""
     sync: float = 0.1
     """Seconds of a weight sync."""
-    slowdown: float | None = None
-    """How much longer engine and trainer take while both compute; `None`: never measured."""
     other: float = 0.1
     """Seconds of a round that are none of these."""
     trained_share: float = 1.0
@@ -94,12 +87,6 @@ class Costs:
     """Calls at the same time; `None`: any number, as of functions that wait for a network."""
     fits: tuple[Fit, ...] = ()
     """The models that these figures come from."""
-
-    @property
-    def tail(self) -> tuple[float, float, float, float]:
-        """Median, 95th and 99th percentile and maximum of the seconds of a reward."""
-        points = np.quantile(self.reward, [0.5, 0.95, 0.99, 1.0])
-        return tuple(points.tolist())
 
 
 def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, float]:
@@ -131,10 +118,6 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
-TRAINS = ("update", "gradients", "verify")
-"""What a trainer computes."""
-
-
 def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span]) -> np.ndarray:
     """Return the seconds `[N]` of each interval that lie in one of the others."""
     if not others:
@@ -146,34 +129,19 @@ def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span])
     return np.interp(ends, edges.ravel(), until) - np.interp(starts, edges.ravel(), until)
 
 
-class Lanes:
-    """When trainer and engines of a run computed: intervals on its clock, in order."""
+class Idle:
+    """When engines of a run did not decode: intervals on its clock."""
 
-    def __init__(self, traces: Tables, intervals: Rows) -> None:
-        trainer, decoding, idle = list[Span](), list[Span](), dict[int, list[Span]]()
+    def __init__(self, traces: Traces, intervals: Rows) -> None:
+        idle: dict[int, list[Span]] = {}
         for row in intervals:
-            span = row["start"], row["end"]
-            if row["lane"] == TRAINER:
-                if row["what"] in TRAINS and not row["waits_for"]:
-                    trainer.append(span)
-            elif row["what"] == DECODE:
-                decoding.append(span)
-            elif (number := row["lane"].removeprefix("engine ")).isdigit():
-                idle.setdefault(int(number), []).append(span)
-        self.trainer, self.decoding = union(trainer), union(decoding)
+            number = row["lane"].removeprefix("engine ")
+            if number.isdigit() and row["what"] != DECODE:
+                idle.setdefault(int(number), []).append((row["start"], row["end"]))
         self._idle = {engine: union(of) for engine, of in idle.items()}
         self._began = {row["round"]: row.get("began") for row in traces.rows("rounds")}
-        self._apart = bool(traces.about.get("own_process", True))
 
-    def beside(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the share of each window of steps in which the trainer computed, perhaps NaN."""
-        origin = np.array([self._began.get(n) for n in columns["round"].tolist()], float)
-        starts, ends = columns["start"] + origin, columns["end"] + origin
-        if not self._apart:  # engines decode in the trainer's process
-            return np.zeros(len(starts))
-        return seconds_beside(starts, ends, self.trainer) / np.maximum(ends - starts, 1e-9)
-
-    def waits(self, number: int, engine: int, start: float, end: float) -> float:
+    def seconds(self, number: int, engine: int, start: float, end: float) -> float:
         """Return the seconds in which an engine did not decode, between two moments of a round."""
         if (at := self._began.get(number)) is None:
             return 0.0
@@ -181,12 +149,8 @@ class Lanes:
         return float(seconds_beside(*edges, self._idle.get(engine, []))[0])
 
 
-def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts, Fit, float | None]:
-    """Fit the seconds of decode steps, with what passes between two of them.
-
-    If some steps were made while the trainer computed and some were not, the costs are those of a
-    step alone, and the third result says how much longer the others take.
-    """
+def step_fit(traces: Traces, idle: Idle, warm_up: int = 0) -> tuple[StepCosts, Fit]:
+    """Fit the seconds of decode steps, with what passes between two of them."""
     columns = {name: np.array(of) for name, of in traces.table("steps").to_pydict().items()}
     if not columns or not len(columns["steps"]):
         raise UsageError(
@@ -196,17 +160,12 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
     if (late := columns["round"] != warm_up).any():
         columns = {name: column[late] for name, column in columns.items()}
     model = {
-        "base": columns["decode_steps"],
-        "running": columns["running"],
-        "kv": columns["kv_tokens"],
-        "prefill": columns["prefill_tokens"],
+        "base": columns["decode_steps"].astype(float),
+        "running": columns["running"].astype(float),
+        "kv": columns["kv_tokens"].astype(float),
+        "prefill": columns["prefill_tokens"].astype(float),
     }
-    share = lanes.beside(columns)
-    known = np.isfinite(share)
-    share = np.nan_to_num(share)
-    used = known if known.any() else np.ones_like(known)
-    terms, slowdown = _alone_and_beside(model, columns["seconds"], share, used)
-    longer = 1 + ((slowdown or 1.0) - 1) * share
+    terms = fitted(model, columns["seconds"])
     gaps = []
     spans: dict[int, list[tuple[float, int, float]]] = {}
     for number in np.unique(columns["round"]).tolist():
@@ -215,9 +174,9 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
             if at.any():
                 seconds, steps = columns["seconds"][at].sum(), columns["steps"][at].sum()
                 start, end = columns["start"][at].min(), columns["end"][at].max()
-                span = end - start - lanes.waits(number, engine, start, end)
+                span = end - start - idle.seconds(number, engine, start, end)
                 gaps.append((span - seconds) / steps)
-                steady = sum((terms[n] * model[n] * longer)[at].sum() for n in model)
+                steady = sum((terms[n] * model[n])[at].sum() for n in model)
                 spans.setdefault(number, []).append((steady, steps, span))
     gap = max(0.0, float(np.median(gaps)))
     predicted = {n: max(steady + gap * steps for steady, steps, _ in of) for n, of in spans.items()}
@@ -225,48 +184,16 @@ def step_fit(traces: Tables, lanes: Lanes, warm_up: int = 0) -> tuple[StepCosts,
     terms["base"] += gap
     errors = _errors(predicted, measured)
     fit = Fit("decode step", terms, int(columns["steps"].sum()), *errors)
-    return StepCosts(**terms), fit, slowdown
+    return StepCosts(**terms), fit
 
 
-def _alone_and_beside(
-    model: Mapping[str, np.ndarray], seconds: np.ndarray, share: np.ndarray, used: np.ndarray
-) -> tuple[dict[str, float], float | None]:
-    """Fit windows of steps; return the costs of a step alone, and the slowdown of the others.
-
-    Of all slowdowns the one is taken whose fit has the least error.
-    """
-    columns = {name: column[used].astype(float) for name, column in model.items()}
-    seconds, share = seconds[used], share[used]
-
-    def fit(slowdown: float) -> tuple[float, dict[str, float]]:
-        longer = 1 + (slowdown - 1) * share
-        terms = fitted({name: column * longer for name, column in columns.items()}, seconds)
-        left = seconds - longer * sum(terms[name] * column for name, column in columns.items())
-        return float(left @ left), terms
-
-    if min(share @ seconds, (1 - share) @ seconds) < LEAST * seconds.sum():
-        return fit(1.0)[1], None
-    best, width = 1.0, 0.1
-    tried = np.arange(1.0, MOST_SLOWDOWN, width).tolist()
-    for _ in range(2):  # coarse, then fine
-        best = min(tried, key=lambda slowdown: fit(slowdown)[0])
-        tried = np.linspace(best - width, best + width, 21).clip(1.0).tolist()
-    return fit(best)[1], best
-
-
-def _trainer_seconds(
-    rows: Rows, decoding: Sequence[Span], slowdown: float
-) -> dict[str, dict[int, float]]:
-    """Return the trainer's seconds of each round: updates, one of its syncs, verification, other.
-
-    Those beside decode steps are divided by the slowdown.
-    """
+def _trainer_seconds(rows: Rows) -> dict[str, dict[int, float]]:
+    """Return the trainer's seconds of each round: updates, a sync, verification, other."""
     found = {what: dict[int, float]() for what in ("update", "weights", "verify", "other")}
-    own = [row for row in rows if row["lane"] == TRAINER and not row["waits_for"]]
-    starts, ends = (np.array([row[edge] for row in own], float) for edge in ("start", "end"))
-    alone = ends - starts - (1 - 1 / slowdown) * seconds_beside(starts, ends, decoding)
-    for row, seconds in zip(own, alone.tolist(), strict=True):
-        what, number = row["what"], row["round"]
+    for row in rows:
+        if row["lane"] != TRAINER or row["waits_for"]:
+            continue
+        what, number, seconds = row["what"], row["round"], row["end"] - row["start"]
         if what == "update":  # it ends in the next lap
             number -= 1
         into = found["update" if what == "gradients" else what if what in found else "other"]
@@ -274,7 +201,7 @@ def _trainer_seconds(
     return found
 
 
-def update_fit(traces: Tables, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
+def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
     """Fit the seconds of updates to the positions that were trained on."""
     table = traces.table("completions")
     of = {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
@@ -312,12 +239,6 @@ def sibling_tokens(completions: Rows) -> int:
     return tokens
 
 
-def read_share(completions: Rows) -> float:
-    """Return the positions to read over all positions, if a prompt is read once for its group."""
-    every = sum(row["tokens"] + row["prompt_tokens"] for row in completions)
-    return (every - sibling_tokens(completions)) / max(1, every)
-
-
 def verify_cost(rounds: Rows, completions: Rows, seconds: Mapping[int, float]) -> float | None:
     """Return the seconds for each position of a pass that verifies; `None`: none was measured.
 
@@ -341,14 +262,7 @@ def _median(of: Mapping[int, float]) -> float:
     return float(np.median([*of.values()])) if of else 0.0
 
 
-def cached_share(traces: Tables, completions: Rows) -> float:
-    """Return the share of the siblings' prompt tokens that the engine had in its cache."""
-    siblings = sibling_tokens(completions)
-    cached = sum(traces.table("steps").column("cached_tokens").to_pylist())
-    return min(1.0, cached / siblings) if siblings else 0.0
-
-
-def calibrated(traces: Tables) -> Costs:
+def calibrated(traces: Traces) -> Costs:
     """Return the costs of a run.
 
     The first round is left out where there are others: it warms up.
@@ -357,19 +271,22 @@ def calibrated(traces: Tables) -> Costs:
     of_rounds = traces.rows("rounds")
     numbers = [row["round"] for row in of_rounds]
     first = min(numbers, default=0)
-    lanes = Lanes(traces, intervals)
-    step, fit, slowdown = step_fit(traces, lanes, first)
-    took = _trainer_seconds(intervals, lanes.decoding, slowdown or 1.0)
-    step = replace(step, cached=cached_share(traces, completions))
+    step, fit = step_fit(traces, Idle(traces, intervals), first)
+    took = _trainer_seconds(intervals)
+    siblings = sibling_tokens(completions)
+    cached = sum(traces.table("steps").column("cached_tokens").to_pylist())
+    step = replace(step, cached=min(1.0, cached / siblings) if siblings else 0.0)
     if len(took["other"]) > 1:  # what comes after the last round ends the run
         took["other"].pop(max(numbers, default=first) + 1, None)
     for of in took.values():
         if len(of) > 1:
             of.pop(first, None)
-    update, position, of_update, share = update_fit(traces, took["update"])
+    update, position, of_update, trained = update_fit(traces, took["update"])
     verify = verify_cost(of_rounds, completions, took["verify"])
     if verify is None:
-        reads = step.prefill * read_share(completions) / traces.about.get("ranks", 1)
+        positions = sum(row["tokens"] + row["prompt_tokens"] for row in completions)
+        share = (positions - siblings) / max(1, positions)  # a prompt is read once for its group
+        reads = step.prefill * share / traces.about.get("ranks", 1)
         verify = max(FORWARD * position, reads)
     latencies = [*filter(None, (row["reward_seconds"] for row in completions))] or [0.0]
     every = -(-len(latencies) // MOST_LATENCIES)
@@ -379,9 +296,8 @@ def calibrated(traces: Tables) -> Costs:
         position,
         verify,
         _median(took["weights"]),
-        slowdown,
         _median(took["other"]),
-        share,
+        trained,
         tuple(sorted(latencies)[::every]),
         None if traces.about.get("async_rewards") else traces.about["reward_workers"],
         (fit, of_update),

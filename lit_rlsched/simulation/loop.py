@@ -3,6 +3,7 @@
 With it, `recommend_slots` chooses the number of slots for `SortedBatching`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
@@ -12,9 +13,8 @@ import numpy as np
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
@@ -118,17 +118,14 @@ def recommend_slots(
     if not 0 <= bubble_ratio < 1:
         raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
 
-    def keeps(slots: int) -> bool:
+    def idles(slots: int) -> bool:
         ratio = pool_bubble_ratio(lengths, update, slots, mode, max_completion_length)
-        return ratio <= bubble_ratio
+        return ratio > bubble_ratio
 
-    least, most = 1, max(1, np.size(lengths))  # a single slot never idles
-    if keeps(most):
+    most = max(1, np.size(lengths))
+    if not idles(most):
         return most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if keeps(middle) else (least, middle)
-    return least
+    return 1 + bisect_left(range(2, most), True, key=idles)  # a single slot never idles
 
 
 def pool_bubble_ratio(

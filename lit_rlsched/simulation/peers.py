@@ -140,7 +140,7 @@ PEERS: dict[str, Peer] = {
         Peer(
             "windowed_fifo",
             "MiniMax Forge, TitanRL: ready prompts may overtake others within a window",
-            lambda n: WindowRound(n, 2 * n - n // 2, n // 2, 2, None, oldest_first=True),
+            lambda n: WindowRound(n, 2 * n - n // 2, n // 2, 2, None),
             ahead=True,
         ),
         Peer(

@@ -10,7 +10,6 @@ What ends when is exact: rule, pool, admission and engines are those of a run. W
 policy keeps, and how well lengths are predicted, is not known before; shares are taken instead.
 """
 
-import gc
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -20,9 +19,8 @@ from typing import Any
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundRunner
+from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
@@ -50,9 +48,9 @@ class Machine:
     slots: int = 256
     """Slots of all engines, where the schedule sets none."""
     engines: int = 1
-    slowdown: float | None = None
+    slowdown: float = 1.0
     """How much longer engine and trainer take while both work. 1: each has its own device or core.
-    2: they share one, and nothing is gained. `None`: as the costs say, or 1."""
+    2: they share one, and nothing is gained."""
     rank_correlation: float = 0.5
     """How well lengths are predicted: 1 is perfect, 0 is chance."""
     accepted: float | Sequence[float] = 0.95
@@ -64,11 +62,6 @@ class Machine:
         shares = [self.accepted] if isinstance(self.accepted, int | float) else self.accepted
         known = max(1, min(math.ceil(age), len(shares)))
         return float(shares[known - 1] ** (age / known))
-
-
-def slowdown_of(machine: Machine, costs: Costs) -> float:
-    """Return how much longer engine and trainer take while both work."""
-    return machine.slowdown or costs.slowdown or 1.0
 
 
 @dataclass(slots=True)
@@ -254,14 +247,13 @@ class _Guesses:
         return {}
 
     def expect(self, samples: Sequence[Sample]) -> list[float]:
-        return [*map(self._expect, samples)]
-
-    def _expect(self, sample: Sample) -> float:
-        lengths, weight = self._work.lengths, self._weight
-        other = lengths[stable_hash(sample.id, "guess") % len(lengths)]
-        guess = other[stable_hash(sample.id) % len(other)]
-        total = self._work.length(sample) ** weight * guess ** (1 - weight)
-        return float(max(1.0, total - len(sample.completion.token_ids)))
+        lengths, weight, expected = self._work.lengths, self._weight, []
+        for sample in samples:
+            other = lengths[stable_hash(sample.id, "guess") % len(lengths)]
+            guess = other[stable_hash(sample.id) % len(other)]
+            total = self._work.length(sample) ** weight * guess ** (1 - weight)
+            expected.append(float(max(1.0, total - len(sample.completion.token_ids))))
+        return expected
 
 
 @dataclass
@@ -324,13 +316,7 @@ class Pipeline:
 
     def run(self, rounds: int, warm_up: int = 0) -> Outcome:
         """Simulate rounds, of which the first `warm_up` do not count."""
-        collects = gc.isenabled()
-        gc.disable()  # it would look through all completions again and again
-        try:
-            simulated = [*self._rounds(rounds + warm_up)]
-        finally:
-            if collects:
-                gc.enable()
+        simulated = [*self._rounds(rounds + warm_up)]
         tokens = sum(each.trained_tokens for each in simulated)
         trained = tokens / max(1, sum(each.completions for each in simulated))
         prompts = self._visited or len(self.work.lengths)
@@ -339,7 +325,7 @@ class Pipeline:
 
     def _rounds(self, number_of: int) -> Iterator[SimulatedRound]:
         """Draw a round and train on it; perhaps draw the next one meanwhile, with older weights."""
-        lost = slowdown_of(self.machine, self.costs) - 1
+        lost = self.machine.slowdown - 1
         following: _Round | None = None
         for number in range(number_of):
             current = following or self._draw(number, number * self.steps)

@@ -1,8 +1,6 @@
 """Lengths of completions to simulate: of a run, a distribution or a file."""
 
-import csv
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
@@ -11,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lit_rlsched.scheduling.trace_files import Tables
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import MOST, UsageError
 from lit_rlsched.simulation.loop import Visit
 from lit_rlsched.types import LengthOnly, Prompt, Sample, stable_hash
@@ -20,34 +18,6 @@ PROMPT_TOKENS = 128
 """Tokens of prompts whose lengths are not known."""
 BETWEEN = 0.5
 """Share of the variance of log-lengths that lies between prompts, where nothing else is known."""
-
-
-_NUMBER = re.compile(r"[+-]?[.,]?\d|[+-]?(nan|inf)", re.IGNORECASE)
-"""How a number begins, or what is none but is read as one."""
-
-
-def _lengths(row: Sequence[str], where: str) -> list[int]:
-    """Read the lengths of a prompt; `where` names the line in an error."""
-    first = 0 if not row[0].strip() or _NUMBER.match(row[0].strip()) else 1
-    lengths = []
-    for number, cell in enumerate(row[first:], first + 1):
-        try:
-            length = float(cell)
-        except ValueError:
-            length = math.nan
-        if not (1 <= length <= MOST and length.is_integer()):
-            raise UsageError(
-                f"{where}, cell {number}: {cell!r:.80} is no length. Use a whole number of tokens, "
-                "1 or more (the token that ends a completion counts). A line has those of one "
-                "prompt's completions, separated by commas, perhaps after a name."
-            )
-        lengths.append(int(length))
-    if not lengths:
-        raise UsageError(
-            f"{where}: the prompt {row[0]!r:.80} has no lengths. Give those of its completions "
-            "after its name, separated by commas, and leave out a line of headings."
-        )
-    return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +72,7 @@ class Workload:
         return replace(self, lengths=lengths, prompt_tokens=[self.prompt_tokens[i] for i in order])
 
     @classmethod
-    def of_run(cls, traces: Tables) -> "Workload":
+    def of_run(cls, traces: Traces) -> "Workload":
         """Take the completions of a run, prompts in the order in which they were trained on."""
         groups: dict[str, list[int]] = {}
         prompts: dict[str, int] = {}
@@ -120,21 +90,24 @@ class Workload:
 
     @classmethod
     def of_file(cls, path: str | Path, limit: int | None = None) -> "Workload":
-        """Read a CSV file with a line for each prompt: lengths, perhaps after a name.
-
-        What begins as a number does is no name. Blank cells at the end of a line do not count.
-        """
+        """Read a file with a line for each prompt: its lengths, separated by commas."""
         lengths: list[list[int]] = []
         try:
-            with Path(path).open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file)
-                for row in reader:
-                    while row and not row[-1].strip():
-                        row.pop()
-                    if row:
-                        lengths.append(_lengths(row, f"`{path}`, line {reader.line_num}"))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"`{path}` cannot be read: {error}.") from None
+        for number, line in enumerate(lines, start=1):
+            try:
+                of = [int(cell) for cell in line.split(",") if cell.strip()]
+                if of and not 1 <= min(of) <= max(of) <= MOST:
+                    raise ValueError(f"a length is {min(of)}")
+            except ValueError as error:
+                raise UsageError(
+                    f"`{path}`, line {number}: {line!r:.80} has not only lengths ({error}). Use "
+                    "whole numbers of tokens, 1 or more (the token that ends a completion counts), "
+                    "separated by commas: those of one prompt's completions in each line."
+                ) from None
+            lengths += [of] if of else []
         longest = max((n for of in lengths for n in of), default=1)
         return cls(lengths, [PROMPT_TOKENS] * len(lengths), limit or longest)
 

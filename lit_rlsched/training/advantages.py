@@ -1,8 +1,8 @@
 """Advantages from rewards `[P, G]`, with a row per group and NaN for a missing score.
 
 A completion without a score gets advantage 0 and stays out of its group's baseline; so does the
-only scored completion of a group. Statistics are computed in float64 and do not overflow for large
-rewards; an infinite reward counts as missing.
+only scored completion of a group. Statistics are computed in float64; an infinite reward counts as
+missing.
 """
 
 from typing import Literal, get_args
@@ -16,6 +16,8 @@ ScaleRewards = Literal["group", "batch", "none"]
 
 # Avoids division by zero for equal rewards; TRL's value.
 STD_EPSILON = 1e-4
+LARGEST_REWARD = 1e15
+"""A larger reward counts as infinite: an advantage of 1.8e19 overflows the gradient norm."""
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -56,12 +58,12 @@ def group_relative(rewards: Tensor, scale_rewards: ScaleRewards = "group") -> Te
     """
     _check_groups(rewards)
     check_choice("group_relative", "scale_rewards", scale_rewards, get_args(ScaleRewards))
-    scaled, unit = _scaled(rewards)
-    advantages = _deviations(scaled)
-    if scale_rewards == "none":
-        return _zero_where_unscored(advantages * unit).to(rewards.dtype)
-    spread = _nanstd(scaled if scale_rewards == "group" else scaled.reshape(1, -1))
-    return _zero_where_unscored(advantages / (spread + STD_EPSILON / unit)).to(rewards.dtype)
+    exact = _exact(rewards)
+    advantages = _deviations(exact)
+    if scale_rewards != "none":
+        spread = _nanstd(exact if scale_rewards == "group" else exact.reshape(1, -1))
+        advantages = advantages / (spread + STD_EPSILON)
+    return _zero_where_unscored(advantages).to(rewards.dtype)
 
 
 def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
@@ -78,16 +80,14 @@ def leave_one_out(rewards: Tensor, normalize: bool = False) -> Tensor:
         UsageError: If a group has fewer than two completions.
     """
     _check_groups(rewards)
-    scaled, unit = _scaled(rewards)
-    others = (~scaled.isnan()).sum(dim=1, keepdim=True) - 1
+    exact = _exact(rewards)
+    others = (~exact.isnan()).sum(dim=1, keepdim=True) - 1
     # A single score gives 0 / 0 = NaN, so advantage 0.
-    above = _above_lowest(scaled)
+    above = _above_lowest(exact)
     advantages = above - (above.nansum(dim=1, keepdim=True) - above) / others
-    if not normalize:
-        return _zero_where_unscored(advantages * unit).to(rewards.dtype)
-    # Each group's advantages sum to zero, so there is no mean to subtract.
-    spread = _nanstd(advantages.reshape(1, -1)) + STD_EPSILON / unit
-    return _zero_where_unscored(advantages / spread).to(rewards.dtype)
+    if normalize:  # each group's advantages sum to zero, so there is no mean to subtract
+        advantages = advantages / (_nanstd(advantages.reshape(1, -1)) + STD_EPSILON)
+    return _zero_where_unscored(advantages).to(rewards.dtype)
 
 
 def batch_normalized(rewards: Tensor) -> Tensor:
@@ -96,25 +96,20 @@ def batch_normalized(rewards: Tensor) -> Tensor:
     As in SortedRL (arXiv 2603.23414, equation 3) the batch `[P, G]` holds all completions of the
     update, so an advantage depends on its composition; a group may have a single completion.
     """
-    scaled, unit = _scaled(rewards)
-    batch = scaled.reshape(1, -1)
-    advantages = _deviations(batch) / (_nanstd(batch) + STD_EPSILON / unit)
+    batch = _exact(rewards).reshape(1, -1)
+    advantages = _deviations(batch) / (_nanstd(batch) + STD_EPSILON)
     return _zero_where_unscored(advantages).reshape(rewards.shape).to(rewards.dtype)
 
 
 def standard_deviation(rewards: Tensor) -> Tensor:
     """Bessel-corrected standard deviation of each row `[P]`; 0 for fewer than two scores."""
-    scaled, unit = _scaled(rewards)
-    return (_nanstd(scaled) * unit).squeeze(1)
+    return _nanstd(_exact(rewards)).squeeze(1)
 
 
-def _scaled(rewards: Tensor) -> tuple[Tensor, float]:
-    """Scale rewards to float64 values that do not overflow; infinite ones become NaN."""
+def _exact(rewards: Tensor) -> Tensor:
+    """Return rewards in float64; infinite ones become NaN."""
     exact = rewards.double()
-    exact = exact.masked_fill(exact.isinf(), torch.nan)
-    largest = float(exact.abs().nan_to_num(nan=0.0).max()) if exact.numel() else 0.0
-    unit = 2.0**600 if largest > 2.0**500 else 1.0
-    return exact / unit, unit
+    return exact.masked_fill(exact.abs() > LARGEST_REWARD, torch.nan)
 
 
 def _zero_where_unscored(advantages: Tensor) -> Tensor:

@@ -73,8 +73,6 @@ class Trial:
     """Of its tokens under the verifying policy, `[C]`."""
     log_weights: Tensor = field(init=False)
     """Of its prefixes, `[C + 1]`."""
-    distance: float = field(init=False)
-    """Sum over tokens of `max(0, 1 - p/q)`."""
     prefixes: list[int] = field(init=False)
     """Candidates that are not decided yet, the longest first."""
 
@@ -103,7 +101,6 @@ class Trial:
         """Compute weights and candidates."""
         drawn = torch.tensor(self.draft.logprobs, dtype=torch.float64)
         self.log_weights = prefix_weights(self.logprobs, drawn)
-        self.distance = float((1 - (self.logprobs - drawn).clamp(max=0).exp()).sum())
         self.prefixes = candidates(self.log_weights, self.noise)
 
     @property

@@ -1,7 +1,6 @@
 """Verify drafts under a newer policy, instead of decoding them again."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform
 from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.block_verification import Trial, excess
 from lit_rlsched.training.logprobs import (
     completion_states,
@@ -28,8 +26,7 @@ from lit_rlsched.training.micro_batches import (
 )
 from lit_rlsched.training.policy import evaluating, num_embeddings
 from lit_rlsched.training.precision import ForwardContext
-from lit_rlsched.training.weight_sync import MOST_OF_ONE, REDRAWN
-from lit_rlsched.types import Completion, Group, Sample, stable_hash
+from lit_rlsched.types import Group, Sample, stable_hash
 
 TURN = 16
 """Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
@@ -45,18 +42,12 @@ class Drafts:
     def __init__(self) -> None:
         self.weights: dict[int, dict[str, Tensor]] = {}
         """Trainable parameters by policy version and name; part of checkpoints."""
-        self.kept_whole: list[Completion] = []
-        """Completions of the round that are finished drafts: their log-probs are the trainer's,
-        under the round's weights."""
-        self._audit = DraftAudit()
-        """Of the round so far."""
 
     def keep(self, policy: nn.Module, version: int, pool: Iterable[Group]) -> None:
         """Keep the trainable weights of each version that has tokens in the pool after a round.
 
         `policy` has the weights of `version`, the round's policy version.
         """
-        self.kept_whole, self._audit = [], DraftAudit()
         live = {v for group in pool for c in group.completions for v, _ in c.segments}
         self.weights = {v: weights for v, weights in self.weights.items() if v in live}
         if version in live and version not in self.weights:
@@ -79,17 +70,15 @@ class Drafts:
         eos_token_ids: Sequence[int],
         micro_batch_tokens: int,
         forward_context: ForwardContext,
-        row_cost: Callable[[Sequence[Sample], int], RowCost | None] = lambda *_: None,
-        allowed_gap: float = math.inf,
+        row_cost: RowCost | None = None,
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
-        token drawn after it. It is finished if these tokens end it. If a draft exceeds the limit,
-        only its first tokens are verified. Each token is compared with the policy that drew it; a
-        draft without kept weights is discarded. `policy` has the weights of `version`; the noise
-        depends on `seed`, `salt`, prompt, index and version alone. Drafts share a prompt as
-        completions do in `OptimizerStep`, by `row_cost`.
+        token drawn after it. It is finished if these tokens end it. A draft without kept weights is
+        discarded. `policy` has the weights of `version`; the noise depends on `seed`, `salt`,
+        prompt, index and version alone. Drafts share a prompt as completions do in
+        `OptimizerStep`, by `row_cost`.
         """
         drafts = self._trials(groups, version, seed, salt)
         audit, trials = DraftAudit(tokens=sum(one.tokens for one in drafts)), list[Trial]()
@@ -104,15 +93,12 @@ class Drafts:
             return audit
         device = next(policy.parameters()).device
         parameters = _trainable(policy).items()
-        planned, finite = [], list[Trial]()
-        for versions in sorted({one.draft.versions for one in trials}):
-            members = [one for one in trials if one.draft.versions == versions]
-            cost = row_cost([one.text for one in members], micro_batch_tokens)
-            planned.append((versions, cost, _batches(members, cost, micro_batch_tokens)))
+        finite = list[Trial]()
         with evaluating(policy), forward_context():
-            for versions, cost, batches in planned:
+            for versions in sorted({one.draft.versions for one in trials}):
+                members = [one for one in trials if one.draft.versions == versions]
                 drew: dict[int, dict[str, Tensor]] = {}
-                for batch, rows in batches:
+                for batch, rows in _batches(members, row_cost, micro_batch_tokens):
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
                     known = [one for one in batch if one.is_finite()]
                     for one in known:
@@ -125,20 +111,13 @@ class Drafts:
                         v: {name: self.weights[v][name].to(p) for name, p in parameters}
                         for v in versions
                     }
-                    for again, its_rows in _batches(cut, cost, micro_batch_tokens):
-                        encoded = EncodedRows.of(its_rows).to(device)
-                        old, gap = _recall(policy, drew, again, encoded)
-                        audit.compared += len(gap)
-                        audit.gap += float(gap.sum())
+                    for again, its_rows in _batches(cut, row_cost, micro_batch_tokens):
+                        old = _recall(policy, drew, again, EncodedRows.of(its_rows).to(device))
                         _cut(policy, drew, again, states, old)
         whole = [one for one in finite if one.is_accepted]
         for one in whole:
             one.accept(one.tokens)
         audit.completed = len(whole)
-        audit.distance = sum(one.distance for one in finite)
-        self._audit += audit
-        if self._audit.compared >= REDRAWN and not self._audit.mean_gap <= allowed_gap:
-            raise RunFailed(_differs(self._audit, allowed_gap))
         audit.nonfinite = len(trials) - len(finite)
         for one in trials:
             one.sample.completion.attempts += not one.is_finite()
@@ -147,17 +126,14 @@ class Drafts:
         audit.accepted_tokens = kept - audit.drawn
         for one in finite:
             one.become(one.sample.completion, version, eos_token_ids)
-            if one.sample.completion.finished and one.is_accepted:
-                self.kept_whole.append(one.sample.completion)
         return audit
 
     def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
-        """Return the drafts of some groups, as far as the limit, with their noise."""
+        """Return the drafts of some groups, with their noise."""
         trials = []
         for sample in (Sample(g, c) for g in groups for c in g.completions):
-            if sample.completion.draft is None:
+            if (draft := sample.completion.draft) is None:
                 continue
-            draft = sample.completion.draft.first(sample.group.sampling.max_completion_length)
             name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
@@ -165,13 +141,6 @@ class Drafts:
             noise = float(counter_uniform(after, counters[:1]))
             trials.append(Trial(sample, draft, counter_uniform(accept, counters), noise))
         return trials
-
-    def give_old_logprobs(self, completions: Iterable[Completion], version: int) -> None:
-        """Use the log-probs of the verification as the old ones, if a draft was kept whole."""
-        whole = {id(completion) for completion in self.kept_whole}
-        for completion in completions:
-            if id(completion) in whole and version in dict(completion.segments):
-                completion.old_logprobs = completion.logprobs
 
 
 def _trainable(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -217,43 +186,23 @@ def _score(policy: nn.Module, batch: Sequence[Trial], rows: EncodedRows) -> dict
     return dict(zip((one.sample.id for one in batch), states.split(sizes), strict=True))
 
 
-def _differs(audit: DraftAudit, allowed: float) -> str:
-    return (
-        "Drafts were not drawn by the weights that verify them: the log-probs that the engine "
-        f"recorded differ from the trainer's by {audit.mean_gap:.2e} on average (of "
-        f"{audit.compared} tokens, each counted with {MOST_OF_ONE} at most; {allowed:.0e} "
-        "allowed), so what is kept of them would not be draws of the policy. Let engine and "
-        "trainer compute in the same precision, or verify nothing: "
-        "`AsyncRollout(too_old='wait')`. `verify_sync=False` switches this check off."
-    )
-
-
 def _recall(
     policy: nn.Module,
     drew: Mapping[int, dict[str, Tensor]],
     batch: Sequence[Trial],
     rows: EncodedRows,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Read drafts with the weights that drew them."""
-    device = rows.input_ids.device
-    drawn = torch.tensor([t for one in batch for t in one.draft.token_ids], device=device)
-    by = torch.tensor([version for one in batch for version in one.by], device=device)
-    old, own = None, torch.zeros(len(drawn), dtype=torch.float64, device=device)
+) -> dict[str, Tensor]:
+    """Return the states of the policies that drew the tokens of drafts, by id."""
+    by = torch.tensor([version for one in batch for version in one.by])
+    old = None
     for version, weights in drew.items():
-        at = (by == version).nonzero().squeeze(1)
         with _with(policy, weights):
             states = completion_states(policy, *rows)
-            temperature = batch[0].temperature
-            logprobs = token_logprobs(policy, states[at], drawn[at], temperature=temperature)
-        own[at] = logprobs.double()
+        at = (by == version).nonzero().squeeze(1).to(states.device)
         old = states if old is None else old.index_copy(0, at, states[at])
     assert old is not None
-    told = torch.tensor([p for one in batch for p in one.draft.logprobs], dtype=torch.float64)
     parts = old.split([one.tokens for one in batch])
-    return (
-        dict(zip((one.sample.id for one in batch), parts, strict=True)),
-        (own.cpu() - told).abs().clamp(max=MOST_OF_ONE),
-    )
+    return dict(zip((one.sample.id for one in batch), parts, strict=True))
 
 
 def _cut(

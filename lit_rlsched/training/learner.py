@@ -1,6 +1,5 @@
 """The methods that the data module calls on a LightningModule between rollout and update."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from lit_rlsched.training.advantages import group_relative
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
-from lit_rlsched.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +44,14 @@ class Learner(Protocol):
         `off_policy`: whether tokens drawn by earlier policies may be included.
         """
 
-    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
-        """Return the cost by which completions share a prompt, or `None` if they must not.
-
-        `samples` are the completions to encode; a learner may check on them if sharing works.
-        """
+    def row_cost(self) -> RowCost | None:
+        """Return the cost by which completions share a prompt, or `None` if they must not."""
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Compute `old_logprobs` and, if needed, `ref_logprobs`, each `[B, C]`."""
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
-
-
-def half_learner(module: object) -> str | None:
-    """Return a warning for a module that defines some members of `Learner`, but not all."""
-    defined = [name for name, value in vars(Learner).items() if callable(value)]
-    names = [*Learner.__annotations__, *(n for n in defined if not n.startswith("_"))]
-    found, missing = (
-        [f"`{name}`" for name in names if hasattr(module, name) is has] for has in (True, False)
-    )
-    if not found or not missing:
-        return None
-    return (
-        f"`{type(module).__name__}` defines {', '.join(found)}, but not {', '.join(missing)}, so "
-        "it is trained as a module that defines none of them: with GRPO's advantages, and without "
-        "a call of these methods. Define all members of `lit_rlsched.training.learner.Learner`, or "
-        "give yours other names."
-    )
 
 
 class PlainLearner:
@@ -95,7 +73,7 @@ class PlainLearner:
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         return False  # `score` returns them
 
-    def row_cost(self, samples: Sequence[Sample], micro_batch_tokens: int) -> RowCost | None:
+    def row_cost(self) -> RowCost | None:
         return None  # `training_step` expects one completion per row of `input_ids`
 
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:

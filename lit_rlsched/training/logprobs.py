@@ -5,11 +5,10 @@ A causal language model is split into body and LM head, and compared once with t
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakSet
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
@@ -39,8 +38,8 @@ that looks ahead differs by far more."""
 UNLIKELY = -30.0
 """Log-probs below this value count as equal, for example those of masked vocabulary entries."""
 
-_parts_differ: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-"""For each checked model, whether only its own forward computes its logits."""
+_checked: WeakSet[nn.Module] = WeakSet()
+"""Models whose body and head compute what they compute themselves."""
 
 
 def default_chunk(device: str, vocab_size: int) -> int:
@@ -69,8 +68,7 @@ def completion_logprobs(
 
     Only positions that predict a completion token go through the LM head, in chunks. With more than
     one chunk, the backward pass recomputes a chunk's logits. The first call with a model compares
-    body and LM head with the model's own forward. If the logits differ, a warning says so and the
-    model's own forward is used instead.
+    body and LM head with the model's own forward.
 
     Args:
         model: A transformers causal language model, or one wrapped by PEFT.
@@ -120,7 +118,7 @@ def whole_logprobs(
     head, states, token_ids = _encode(
         model, temperature, input_ids, prompt_lengths, completion_lengths, completion_rows
     )
-    score = partial(_score, head.logits, entropy)
+    score = partial(_score, head, entropy)
     _, _, config = model_parts(model)
     chunk_tokens = chunk_tokens or default_chunk(states.device.type, config.vocab_size)
     mask = completion_mask(completion_lengths)
@@ -140,8 +138,7 @@ def completion_states(
 ) -> Tensor:
     """Compute the LM head's input for every completion token, `[N, H]`, completion by completion.
 
-    If only the model's own forward is right, the result is its logits `[N, V]`. The arguments are
-    those of `completion_logprobs`.
+    The arguments are those of `completion_logprobs`.
     """
     shape = prompt_lengths, completion_lengths, completion_rows
     return _encode(model, 1.0, input_ids, *shape)[1]
@@ -154,7 +151,7 @@ def _encode(
     prompt_lengths: Tensor,
     completion_lengths: Tensor,
     completion_rows: Tensor | None,
-) -> tuple["LMHead", Tensor, Tensor]:
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
     """Return the head, its input `[N, H]` for every completion token, and these tokens `[N]`."""
     starts = prompt_lengths
     if completion_rows is not None:  # completions of a row follow each other
@@ -174,11 +171,11 @@ def _encode(
             f"{input_ids.shape[1]} columns of `input_ids`. Pad `input_ids` to the longest row."
         )
     causal_lm, _, config = model_parts(model)
-    if model not in _parts_differ and not isinstance(next(model.parameters()), FakeTensor):
+    if model not in _checked and not isinstance(next(model.parameters()), FakeTensor):
         longest = int(ends.argmax())
         row = longest if completion_rows is None else int(completion_rows[longest])
         check_lm_head(model, input_ids[row, :end])  # no padding: it changes what a model sees
-    head = lm_head(model, temperature)
+    body, head = lm_head(model, temperature)
     rows, columns = completion_mask(completion_lengths).nonzero(as_tuple=True)
     targets = starts[rows] + columns
     # The prompt's last token predicts the first token of each completion.
@@ -191,12 +188,13 @@ def _encode(
             seen, dtype = layout["attention_mask"], causal_lm.get_input_embeddings().weight.dtype
             added = torch.zeros_like(seen, dtype=dtype)
             layout["attention_mask"] = added.masked_fill_(~seen, torch.finfo(dtype).min)
-    return head, head.states(input_ids, **layout)[rows, sources], input_ids[rows, targets]
+    return head, body(input_ids, **layout)[rows, sources], input_ids[rows, targets]
 
 
 def vocabulary_logprobs(model: nn.Module, states: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Compute `[N, V]` log-probs of the whole vocabulary from `completion_states`, unchunked."""
-    return lm_head(model, temperature).logits(states).log_softmax(-1)
+    _, head = lm_head(model, temperature)
+    return head(states).log_softmax(-1)
 
 
 def token_logprobs(
@@ -204,7 +202,7 @@ def token_logprobs(
 ) -> Tensor:
     """Compute the log-probs `[N]` of tokens `[N]` from `completion_states`, in chunks."""
     _, _, config = model_parts(model)
-    score = partial(_score, lm_head(model, temperature).logits, False)
+    score = partial(_score, lm_head(model, temperature)[1], False)
     chunk = default_chunk(states.device.type, config.vocab_size)
     return _score_in_chunks(score, states, token_ids, chunk)[0]
 
@@ -284,36 +282,23 @@ def _shared_layout(
     return {"position_ids": positions, "attention_mask": mask.tril_().unsqueeze(1)}
 
 
-class LMHead(NamedTuple):
-    """The functions from token ids to hidden states and from there to logits."""
+def lm_head(
+    model: nn.Module, temperature: float = 1.0
+) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """Split a model into the functions of its body and of its head, as `check_lm_head` found right.
 
-    states: Callable[..., Tensor]
-    """From `input_ids` `[R, T]` and other model inputs to hidden states `[R, T, H]`, or to logits
-    `[R, T, V]` if the model's own forward must be used."""
-    logits: Callable[[Tensor], Tensor]
-    """From some of these states to `[..., V]` logits over the temperature, at least fp32."""
-
-
-def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
-    """Split a model as `check_lm_head` found right.
-
-    Use the result for one pass only: under autocast it keeps a cast copy of the head's weights.
+    The first goes from `input_ids` `[R, T]` and other model inputs to hidden states `[R, T, H]`,
+    the second from some of these to `[..., V]` logits over the temperature, at least fp32. Use them
+    for one pass only: under autocast the head keeps a cast copy of its weights.
     """
     causal_lm, head, config = model_parts(model)
-    if _parts_differ.get(model, False):
-
-        def over_temperature(logits: Tensor) -> Tensor:
-            logits = _at_least_fp32(logits)
-            return logits if temperature == 1.0 else logits / temperature  # saves a copy
-
-        return LMHead(partial(_own_logits, model), over_temperature)
     body = causal_lm.base_model
     if body is causal_lm:  # Llama 4 text
         inner = (child for child in causal_lm.children() if isinstance(child, PreTrainedModel))
         body = next(inner, body)
     transform = logit_transform(config, temperature)
     project = cast_once(head)
-    return LMHead(
+    return (
         lambda input_ids, **inputs: (
             body(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
         ),
@@ -323,10 +308,7 @@ def lm_head(model: nn.Module, temperature: float = 1.0) -> LMHead:
 
 @torch.no_grad()
 def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
-    """Compare body and LM head with the model's own forward on `[T]` tokens of a sequence.
-
-    If they differ, `lm_head` uses the model's own forward from then on; a warning says so.
-    """
+    """Refuse a model whose own forward is not its LM head on its body, on `[T]` tokens."""
     if len(token_ids) < 2:
         return
     input_ids = token_ids[None, :CHECKED_TOKENS]
@@ -348,22 +330,15 @@ def check_lm_head(model: nn.Module, token_ids: Tensor) -> None:
                 "tokens after it. Train a causal language model; a model that can be either needs "
                 "`is_decoder=True` in its config."
             )
-        try:
-            parts = lm_head(model)
-            gap = _difference(parts.logits(parts.states(input_ids)), own)
-            wrong = "" if gap <= allowed else f"log-probs differ by {gap:.1e}"
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may raise anything
-            wrong = f"{type(error).__name__}: {error}"
-    _parts_differ[model] = bool(wrong)
-    if wrong:
-        rank_zero_warn(
+        body, head = lm_head(model)
+        gap = _difference(head(body(input_ids)), own)
+    if not gap <= allowed:
+        raise UsageError(
             f"`{name}` does not compute its logits by applying its LM head to its last hidden "
-            f"states ({wrong}). Its own forward is used instead: the log-probs are right, but the "
-            "logits of all positions of a micro-batch are in memory at once. Lower "
-            "`micro_batch_tokens` if that is too much."
+            f"states (log-probs differ by {gap:.1e}), so log-probs cannot be computed in chunks. "
+            "Train another model."
         )
+    _checked.add(model)
 
 
 def tolerance(model: nn.Module) -> float:
@@ -420,8 +395,8 @@ def _at_least_fp32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _own_logits(model: nn.Module, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return model(input_ids=input_ids, use_cache=False, **inputs).logits
+def _own_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    return model(input_ids=input_ids, use_cache=False).logits
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:

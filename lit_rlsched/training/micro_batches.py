@@ -234,8 +234,8 @@ class OptimizerStep:
             term.
         off_policy: Whether tokens drawn by earlier policies may be included.
         only_version: Train only on tokens drawn by this policy version; `None`: by any.
-        row_cost: Returns the cost by which completions of a group share a row with one prompt,
-            given the completions to encode and `micro_batch_tokens`. `None`: each has its own row.
+        row_cost: Cost by which completions of a group share a row with one prompt. `None`: each has
+            its own row.
         divisor: Sequences and tokens to divide the losses by, for a part of a step whose totals are
             not known yet.
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
@@ -259,7 +259,7 @@ class OptimizerStep:
         skip_zero_advantage: bool = False,
         off_policy: bool = False,
         only_version: int | None = None,
-        row_cost: Callable[[Sequence[Sample], int], RowCost | None] | None = None,
+        row_cost: RowCost | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
         rank: int = 0,
@@ -292,8 +292,7 @@ class OptimizerStep:
     def _batches(self) -> list[list[PromptRow]]:
         """Rows of each micro-batch."""
         tokens = self._micro_batch_tokens
-        cost = self._row_cost(self._encoded, tokens) if self._row_cost else None
-        rows = share_prompts(self._encoded, cost, tokens)
+        rows = share_prompts(self._encoded, self._row_cost, tokens)
         longest = max(map(len, rows), default=0)
         while True:
             batches = split_rows(rows, tokens, self._least_price)

@@ -10,15 +10,13 @@ from lit_rlsched.data.repetition import places
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import RunFailed
-from lit_rlsched.training.advantages import combine_rewards
+from lit_rlsched.training.advantages import LARGEST_REWARD, combine_rewards
 from lit_rlsched.training.learner import Learner, RoundLogprobs
 from lit_rlsched.training.micro_batches import ZERO_ADVANTAGE, OptimizerStep
 from lit_rlsched.types import ENVIRONMENT, Completion, Group, Prompt, Sample
 
 NONFINITE = "nonfinite_advantage"
 """Why a completion without a finite advantage is dropped."""
-LARGEST_ADVANTAGE = 1e16
-"""A larger advantage counts as infinite: from 1.8e19 on the gradient norm overflows in float32."""
 
 
 @dataclass(slots=True)
@@ -86,8 +84,8 @@ class Round:
 def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Tensor:
     """Compute rewards `[P, G]` in float64, with a column for each index in a group.
 
-    A reward is NaN if no function gave a score, if the weighted sum is infinite, or if there is no
-    such completion.
+    A reward is NaN if no function gave a score, if the weighted sum exceeds `LARGEST_REWARD`, or if
+    there is no such completion.
     """
     nan = float("nan")
     completions = [c for g in groups for c in g.completions]
@@ -98,7 +96,7 @@ def reward_matrix(groups: Sequence[Group], weights: Sequence[float]) -> torch.Te
         torch.tensor(scores, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     )
     matrix = torch.full((len(groups), 1 + max(c.index for c in completions)), nan).double()
-    matrix[cells(groups)] = rewards.masked_fill(rewards.isinf(), nan)
+    matrix[cells(groups)] = rewards.masked_fill(rewards.abs() > LARGEST_REWARD, nan)
     return matrix
 
 
@@ -145,8 +143,8 @@ def drop_stale(round: Round, most: int | None) -> None:
 def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
     """Let the learner compute advantages from the round's rewards.
 
-    Dropped completions have no part in it. A completion whose advantage is not finite, or makes
-    those of its siblings infinite, is dropped as `nonfinite_advantage`.
+    Dropped completions have no part in it. A completion whose advantage is not finite is dropped as
+    `nonfinite_advantage`.
     """
     rewards, at = reward_matrix(round.groups, weights), cells(round.groups)
     logprobs = _logprobs(round, *rewards.shape) if learner.needs_reference else None
@@ -154,24 +152,13 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     dropped = torch.tensor([c.dropped is not None for c in completions])
     rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
     advantages = learner.compute_advantages(rewards, logprobs)
-    wrong = _nonfinite(advantages, rewards)
-    # Drop huge rewards first, because their siblings may be fine without them.
-    huge = wrong.any(dim=1, keepdim=True) & (rewards.abs() > LARGEST_ADVANTAGE / 2)
-    if huge.any():
-        rewards = rewards.masked_fill(huge, torch.nan)
-        advantages = learner.compute_advantages(rewards, logprobs)
-        wrong = _nonfinite(advantages, rewards) | huge
+    wrong = ~rewards.isnan() & ~advantages.isfinite()
     advantages = advantages.masked_fill(wrong, 0.0)
     values, nonfinite = advantages[at].tolist(), wrong[at].tolist()
     for completion, advantage, drop in zip(completions, values, nonfinite, strict=True):
         if drop:
             completion.dropped = completion.dropped or NONFINITE
         completion.advantage = advantage if abs(advantage) > ZERO_ADVANTAGE else 0.0
-
-
-def _nonfinite(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Where a reward has no finite advantage (comparison with NaN is False)."""
-    return ~rewards.isnan() & ~(advantages.abs() <= LARGEST_ADVANTAGE)
 
 
 def huge_rewards(round: Round, names: Sequence[str], weights: Sequence[float]) -> dict[str, float]:

@@ -157,7 +157,7 @@ class RunFacts:
     sharded: str | None = None
     """Name of the strategy, if it shards the policy."""
     prompts: int | None = None
-    """Number of training prompts, once they are read; `None` for a stream."""
+    """Number of training prompts, once they are read."""
 
     def streaming_obstacle(self) -> str | None:
         """Say why gradients of parts cannot form the update, or `None` if they can."""

@@ -77,12 +77,8 @@ class Update:
     @torch.no_grad()
     def _score(self, part: Round) -> None:
         """Compute the log-probs that are needed under the weights at the start of the round."""
-        learner, samples = self.learner, part.samples
-        if not learner.needs_reference:  # else both are computed together
-            samples = [s for s in samples if s.completion.old_logprobs is None]
-        if not samples:
-            return
-        step = OptimizerStep(samples, self.settings.micro_batch_tokens, row_cost=learner.row_cost)
+        tokens, cost = self.settings.micro_batch_tokens, self.learner.row_cost()
+        step = OptimizerStep(part.samples, tokens, row_cost=cost)
         with self.forward_context():  # around all, which casts the weights once
             scores = self.team.share("score", self.score, step)
             for samples, scored in zip(step.micro_batches, scores, strict=True):
@@ -97,13 +93,6 @@ class Update:
         """Compute log-probs `[B, C]` of a micro-batch by name, on the CPU; a task of the team."""
         with self.forward_context():
             return {name: values.cpu() for name, values in self.learner.score(batch).items()}
-
-    def accumulate(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
-        """Accumulate the gradients of a part of the round's first step, on all ranks."""
-        if self.team.size > 1:
-            step = self._step_of(part.groups, part.version, divisor=divisor)
-            len(step)  # decides about shared prompts for all ranks
-        return self.team.call("accumulate", self.accumulate_part, part, divisor, first)
 
     def accumulate_part(self, part: Round, divisor: tuple[int, int], first: bool) -> OptimizerStep:
         """Accumulate this rank's share of the gradients, as `Learner.accumulate` does; a task."""
@@ -151,7 +140,7 @@ class Update:
             skip_zero_advantage=self.learner.skip_zero_advantage,
             off_policy=self.off_policy,
             only_version=version if self.schedule.mask_stale_tokens else None,
-            row_cost=self.learner.row_cost,
+            row_cost=self.learner.row_cost(),
             rank=self.team.rank,
             ranks=self.team.size,
             **parts,

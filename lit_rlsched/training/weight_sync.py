@@ -5,7 +5,7 @@ It cannot find one missed sync after a small update, which changes log-probs les
 in half precision.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -86,10 +86,8 @@ class PolicyReader(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._team.iterate("weights", self._weights)
 
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
-        yield from self._team.iterate("packed", self._packed, dtype, gpus)
+    def packed(self, dtype: torch.dtype) -> Generator[PackedWeights, None, None]:
+        yield from self._team.iterate("packed", self._packed, dtype)
 
     def logprobs(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], temperature: float
@@ -108,8 +106,8 @@ class PolicyReader(WeightSource):
         named = named_adapters if self._enable_lora else named_weights
         return ((name, whole(weight)) for name, weight in named(self._policy))
 
-    def _packed(self, dtype: torch.dtype, gpus: Collection[str]) -> Iterator[PackedWeights]:
-        return packed_weights(self._weights(), dtype, gpus, self._team)
+    def _packed(self, dtype: torch.dtype) -> Iterator[PackedWeights]:
+        return packed_weights(self._weights(), dtype, self._team)
 
     @torch.no_grad()
     def _logprobs(self, ids: list[tuple[list[int], list[int]]], temperature: float) -> list[Tensor]:
@@ -179,7 +177,7 @@ class WeightSync:
                 while sum(map(len, gaps)) < REDRAWN and len(gaps) < WAVES:
                     gaps.append(self._gap(self._draw(engine, version, each, f"{len(gaps)}/")))
                 gap = torch.cat(gaps)
-                mean, allowed = robust_mean(gap), allowed_gap(self._engine, self._spec)
+                mean, allowed = robust_mean(gap), SLACK * tolerance(ours, theirs, self._spec.device)
                 if not mean <= allowed:
                     name = engine_name(index, len(drawn)).capitalize()
                     raise RunFailed(
@@ -231,11 +229,6 @@ def tolerance(trainer: torch.dtype, engine: torch.dtype, device: torch.device) -
     if min(trainer.itemsize, engine.itemsize) < torch.float32.itemsize:
         return TOLERANCE_HALF
     return TOLERANCE_CUDA if device.type == "cuda" else TOLERANCE
-
-
-def allowed_gap(engine: RolloutEngine, spec: EngineSpec) -> float:
-    """Mean difference of `REDRAWN` or more tokens above which the weights count as wrong."""
-    return SLACK * tolerance(spec.dtype, engine.cache_dtype(spec), spec.device)
 
 
 def robust_mean(gap: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import inspect
@@ -22,8 +21,6 @@ from typing import Any
 from lit_rlsched.processes import die_with
 from lit_rlsched.text import is_deep
 
-CAP_SYS_RESOURCE = 24
-"""Capability with which a process may raise its own limits."""
 LOGGED_KINDS = ("no_answer", "unparsed")
 """Kinds of failure that a function reports itself, with `log_failure`."""
 WITHHELD: set[str] = set()
@@ -185,23 +182,6 @@ def limit_memory(more: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    with contextlib.suppress(OSError, AttributeError):  # musl has no `capset`
-        drop_capability(CAP_SYS_RESOURCE)
-
-
-def drop_capability(number: int) -> None:
-    """Give up a capability for good, for this process and all that it starts. Linux only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    # `exec` gives root all capabilities of the bounding set; only root can drop one from the set
-    libc.prctl(24, number, 0, 0, 0)  # PR_CAPBSET_DROP
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: bits 0-31, then 32-63
-    if libc.capget(header, sets) == 0:
-        for index in range(3):
-            sets[3 * (number // 32) + index] &= ~(1 << number % 32) & 0xFFFFFFFF
-        if libc.capset(header, sets) == 0:
-            return
-    raise OSError(ctypes.get_errno(), f"capability {number} cannot be dropped")
 
 
 def describe(error: BaseException) -> str:

@@ -29,8 +29,8 @@ class Scores(Child):
                 return
             self.send("begun", time.monotonic())
             waiting = []
-            for key, payload, calls in batch:
-                for index, timeout in calls:
+            for key, payload, timeout, indices in batch:
+                for index in indices:
                     call = Call(key, index, payload, timeout, self.offered[index])
                     if setup["is_async"][index]:
                         waiting.append(call)
@@ -42,9 +42,11 @@ class Scores(Child):
                 runner.run(self._score_together(waiting))
 
     async def _score_together(self, waiting: Sequence[Call]) -> None:
+        """Run coroutines side by side."""
         await asyncio.gather(*map(self._score, waiting))
 
     async def _score(self, call: Call) -> None:
+        """Await one coroutine, within its time-out."""
         with call:
             scope = asyncio.timeout(call.timeout)
             try:
@@ -57,6 +59,7 @@ class Scores(Child):
         self._report(call)
 
     def _report(self, call: Call) -> None:
+        """Tell the trainer how a call has ended."""
         now = time.monotonic()
         report = ("score", call.key, call.index, now, now - call.start, call.score, call.failure)
         self.send(*report, *call.logged)

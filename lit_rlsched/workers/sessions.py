@@ -117,7 +117,7 @@ class Sessions(Child):
     async def _answer(self, what: str, key: int, *given: Any) -> None:
         failure: str | None = None
         result: Any = None
-        state = ""
+        state, limit = "", self._timeout
         try:
             if what == "open":
                 result = await self._open(key, *given)
@@ -126,8 +126,8 @@ class Sessions(Child):
             else:
                 result = await self._reward(self._sessions[key], *given)
             if what != "reward" and self._sessions[key].name in self._with_state:
-                kept = await self._run(self._sessions[key].instance.state_dict)
-                state = await self._run(partial(_packed, kept))
+                kept = await self._run(self._sessions[key].instance.state_dict, limit)
+                state = await self._run(partial(_packed, kept), limit)
         except MemoryError as error:
             traceback.clear_frames(error.__traceback__)  # frees memory for the report
             failure = f"out_of_memory: {describe(error)}"
@@ -141,15 +141,15 @@ class Sessions(Child):
         self, key: int, name: str | None, columns: dict[str, Any], state: str
     ) -> str | None:
         """Begin a session, and return what `reset` has returned, or load a state in its place."""
-        instance, tools, observation = None, self._tools, None
+        instance, tools, observation, limit = None, self._tools, None, self._timeout
         if name in self._factories:
             idle = self._idle.get(name)
-            instance = idle.pop() if idle else await self._run(self._factories[name])
+            instance = idle.pop() if idle else await self._run(self._factories[name], limit)
             if state:
-                kept = await self._run(partial(pickle.loads, base64.b64decode(state)))
-                await self._run(partial(instance.load_state_dict, kept))
+                kept = await self._run(partial(pickle.loads, base64.b64decode(state)), limit)
+                await self._run(partial(instance.load_state_dict, kept), limit)
             else:
-                observation = await self._run(instance.reset, **columns)
+                observation = await self._run(instance.reset, limit, **columns)
             tools = tools | {method: getattr(instance, method) for method in self._methods[name]}
         self._sessions[key] = Session(name, instance, tools)
         return None if observation is None else text_of(observation)
@@ -170,13 +170,14 @@ class Sessions(Child):
     async def _reply(
         self, name: str, tool: Any, arguments: Any
     ) -> tuple[str, str | list[Any], bool]:
+        """Return the name of a tool, its reply and whether the call has failed."""
         try:
             if tool is None:
                 raise ValueError(f"Tool {name} not found.")
             if not isinstance(arguments, dict):
                 what = json.dumps(arguments)[:80]
                 raise ValueError(f"The arguments of {name} must be a JSON object, not {what}.")
-            return name, content_of(await self._run(tool, **arguments)), False
+            return name, content_of(await self._run(tool, self._timeout, **arguments)), False
         except (MemoryError, Late):
             raise
         except BaseException as error:
@@ -188,32 +189,22 @@ class Sessions(Child):
         """Call the reward functions; return number and the fields of a `Result` of each."""
         results = []
         for index, function in self._rewards.items():
-            call, late = Call(0, index, payload, timeout, self.offered[index]), False
+            call = Call(0, index, payload, timeout, self.offered[index])
             with call:
                 given = {**call.keywords(), "environments": [session.instance]}
                 try:
-                    call.take(await self._within(timeout, function, **given))
+                    call.take(await self._run(function, timeout, **given))
                 except Late:
-                    late, call.failure = True, call.late
+                    call.failure = call.late
             seconds = time.monotonic() - call.start
-            logged = ({}, {}) if late else call.logged  # a thread may log meanwhile
-            results.append((index, seconds, call.score, call.failure, *logged))
-            if late:
-                if not is_async(function):  # its thread cannot be ended, and has the object
-                    session.instance = None
-                    self.send("worn")
-                break
+            results.append((index, seconds, call.score, call.failure, *call.logged))
         return results
 
-    async def _run(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        # the trainer ends a sync one, and this process with it
-        seconds = self._timeout if is_async(function) else None
-        return await self._within(seconds, function, **arguments)
+    async def _run(self, function: Callable[..., Any], seconds: float, /, **arguments: Any) -> Any:
+        """Call a function; raises `Late` if an async one takes longer.
 
-    async def _within(
-        self, seconds: float | None, function: Callable[..., Any], /, **arguments: Any
-    ) -> Any:
-        """Call a function; raises `Late` after so many seconds: a sync one's thread works on."""
+        The trainer ends a sync one that does, and this process with it.
+        """
 
         def outcome() -> tuple[Any, BaseException | None]:
             try:
@@ -221,20 +212,20 @@ class Sessions(Child):
             except BaseException as error:  # a future takes no `StopIteration`
                 return None, error
 
+        if not is_async(function):
+            loop = asyncio.get_running_loop()
+            result, error = await loop.run_in_executor(self._threads, outcome)
+            if error is not None:
+                raise error
+            return result
         scope = asyncio.timeout(seconds)
         try:
             async with scope:
-                if is_async(function):
-                    return await function(**arguments)
-                loop = asyncio.get_running_loop()
-                result, error = await loop.run_in_executor(self._threads, outcome)
+                return await function(**arguments)
         except TimeoutError:
             if scope.expired():
                 raise Late from None
             raise
-        if error is not None:
-            raise error
-        return result
 
 
 def _packed(state: Any) -> str:

@@ -1,30 +1,22 @@
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 from itertools import cycle
 from statistics import fmean, stdev
 
 import pytest
 import torch
-from lightning import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
-    DynamicSampling,
-    LengthPrediction,
     MicroGroupSampling,
     RolloutCallback,
     SortedBatching,
 )
-from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling.down_sampling import RULES
-from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.micro_batches import OptimizerStep
-from lit_rlsched.training.policy import load_policy
 
 GRPO = partial(GRPOModule, learning_rate=1e-3, shared_prefix=False)
 RLOO = partial(RLOOModule, learning_rate=1e-3, shared_prefix=False)
@@ -263,45 +255,6 @@ def test_a_step_without_anything_to_train_on_changes_no_weight(fit, tiny_model, 
     check_conservation(recorder, 4, 4)
 
 
-class Plain(LightningModule):
-    """Automatic optimization of a loss of its own."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = load_policy(model)
-        self.rows = []
-
-    def training_step(self, batch, batch_idx):
-        logp, _ = completion_logprobs(
-            self.model, batch.input_ids, batch.prompt_lengths, batch.completion_lengths
-        )
-        self.rows.append(len(batch.advantages))
-        loss = (logp * batch.completion_mask).sum(1) * batch.advantages
-        return -loss.sum() / batch.step_sequences
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def test_a_module_that_knows_nothing_of_rollouts(fit, tiny_model, sums):
-    """Its second round has nothing to train on."""
-    recorder = Recorder()
-    settings = {"reward_funcs": [by_prompt([row["answer"] for row in sums[20:24]])]}
-    rows = [*sums[10:14], *sums[20:24], *sums[60:64]]
-    rows = [
-        {"prompt": f"{i}+1=", "answer": r["answer"] + "x" * (i in (0, 1, 2, 3, 8, 9, 10, 11))}
-        for i, r in enumerate(rows)
-    ]
-    module = Plain(tiny_model)
-    callbacks = [recorder, DownSampling(3), MicroBatchAccumulation()]
-    trainer, _, _ = fit(
-        module, callbacks, {"max_epochs": 3}, train_data=rows, shuffle=False, **settings
-    )
-    assert [r.number for r in recorder.rounds] == [0, 1, 2]
-    assert trainer.global_step == 2 and sum(module.rows) == 24
-    check_conservation(recorder, 4, 4)
-
-
 # Completions without a score.
 
 
@@ -352,21 +305,6 @@ def test_groups_stop_in_a_pool_and_however_long_rewards_take(fit, tiny_model):
             assert sorted(rewards(kept(g))) == [0, 1]
             stopped += 6 - len(g.completions)
     assert stopped == recorder.counters[-1]["dropped/stopped"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_groups_stop_on_vllm(fit, tiny_model):
-    recorder = Recorder()
-    callbacks = [
-        recorder,
-        DownSampling(4, early_stop=True, min_length_ratio=0),
-        MicroGroupSampling(memory_budget=6 * 512 * 80),
-        LengthPrediction(probe_tokens=4),
-    ]
-    settings = {**STOPPING, "reward_funcs": [coin()], "engine": VLLMEngine()}
-    fit(GRPO(tiny_model), callbacks, **settings)
-    assert check_conservation(recorder, 6, 4)["dropped/stopped"] > 0
 
 
 def test_a_reward_out_of_range_stops_nothing(fit):
@@ -440,8 +378,3 @@ def test_whole_groups_whatever_the_advantage(fit, tiny_model):
         assert (sizes == {4}) == whole
         if whole:
             assert {len(kept(g)) for r in recorder.rounds for g in r.groups} == {2}
-
-
-def test_settings_end_with_the_run(fit):
-    _, _, data = fit(callbacks=[DownSampling(2), DynamicSampling(2)], trainer={"max_epochs": 1})
-    assert data.run.schedule.selection is None and data.run.schedule.max_num_gen_batches == 1

@@ -1,7 +1,5 @@
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from seen_rounds import Rounds, vector
+from seen_rounds import Rounds
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
@@ -9,7 +7,6 @@ from lit_rlsched.callbacks import (
     DynamicSampling,
     LengthPrediction,
     MicroGroupSampling,
-    SortedBatching,
 )
 from lit_rlsched.data.source import PromptSource
 
@@ -116,18 +113,6 @@ def test_the_prompts_of_a_round_follow_from_the_data_and_the_rewards(fit):
     assert trained[0] == trained[1]  # tokens too
 
 
-@pytest.mark.slow
-def test_a_run_is_the_same_again_however_long_rewards_take(fit):
-    """Bit for bit: what decodes together rounds its log-probs together."""
-    weights = []
-    for delay in (0, 2):
-        settings = {"reward_funcs": [reward(delay)], "reward_workers": 2, "train_data": ROWS}
-        callbacks = [DynamicSampling(), MicroGroupSampling(7)]
-        _, module, _ = fit(callbacks=callbacks, max_completion_length=64, **settings)
-        weights.append(vector(module))
-    assert torch.equal(*weights)
-
-
 @pytest.mark.parametrize("unscored", [False, True])
 def test_at_the_bound_a_round_trains_on_what_there_is(fit, unscored):
     """One prompt in three teaches at first, then none."""
@@ -153,28 +138,6 @@ def test_at_the_bound_a_round_trains_on_what_there_is(fit, unscored):
     assert data.run.counters["num_completions"] == 20 * 4
 
 
-def test_every_group_is_in_a_step(fit):
-    """At the bound three groups are there for two steps, or one."""
-    recorder = Recorder()
-    poor = [r for r in ROWS if r["answer"] == "0"]
-    good = [r for r in ROWS if r["answer"] != "0"]
-    rows = [*good[:3], *poor[:5], good[3], *poor[5:12], *good[4:12]]
-    trainer, _, data = fit(
-        callbacks=[recorder, DynamicSampling(2)],
-        trainer={"max_epochs": 3},
-        train_data=rows,
-        reward_funcs=[reward()],
-        shuffle=False,
-        steps_per_round=2,
-        num_iterations=2,
-    )
-    check(recorder, data, 4, 2)
-    assert trainer.global_step == 12
-    steps = [recorder.groups_of_steps[i : i + 2] for i in range(0, 12, 2)]
-    assert [sum(pair) for pair in steps] == [3, 3, 1, 1, 4, 4]
-    assert all(abs(a - b) <= 1 for a, b in steps)
-
-
 def test_with_down_sampling(fit, tiny_model):
     recorder = Recorder()
     callbacks = [recorder, DynamicSampling(), DownSampling(2), MicroGroupSampling(5)]
@@ -187,27 +150,3 @@ def test_with_down_sampling(fit, tiny_model):
     assert counters["dropped/down_sampled"] == 2 * 4 * 2
     uninformative = sum(len(r.groups) - 4 for r in recorder.rounds) * 4
     assert counters["dropped/uninformative"] == uninformative > 0
-
-
-@pytest.mark.slow
-def test_what_another_schedule_left_in_the_pool_is_begun_anew(fit, tmp_path):
-    """Resumed with other callbacks: prompts that replace others are of one policy version too."""
-    settings = {
-        "train_data": [r for r in ROWS if r["answer"] == "0"],
-        "reward_funcs": [reward()],
-        "prompts_per_round": 2,
-        "num_generations": 2,
-        "max_completion_length": 160,
-    }
-    save = ModelCheckpoint(tmp_path / "c", save_last=True, every_n_epochs=1)
-    batching = SortedBatching(4, mode="partial")
-    trainer = {"max_epochs": 1, "enable_checkpointing": True}
-    _, _, data = fit(callbacks=[save, batching], trainer=trainer, **settings)
-    assert any(c.token_ids for g in list(data.run.pool)[2:] for c in g.completions)
-    recorder, last = Recorder(), tmp_path / "c" / "last.ckpt"
-    fit(None, [recorder, DynamicSampling()], {"max_epochs": 2}, last, **settings)
-    (round,) = recorder.rounds
-    assert len(round.groups) == 8
-    for c in round.completions:
-        assert c.segments == [(1, len(c.token_ids))] and len(c.token_ids) <= 160
-    assert round.metrics["rollout/discarded_tokens"] > 0

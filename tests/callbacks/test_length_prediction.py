@@ -1,7 +1,6 @@
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from lightning import Trainer
@@ -14,10 +13,8 @@ from lit_rlsched.callbacks import (
     RolloutLogger,
     SortedBatching,
 )
-from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.recorded_lengths import Oracle
-from lit_rlsched.settings import UsageError
 
 
 def drawn(fit, *callbacks, **settings):
@@ -48,11 +45,6 @@ def test_predictions_change_nothing_that_is_learned(fit, predictor, probe_tokens
     torch.testing.assert_close(weights, reference, rtol=0, atol=1e-9)
 
 
-def test_nonsense_costs_a_counter(fit):
-    rounds, _ = drawn(fit, MicroGroupSampling(slots=3), LengthPrediction(Nonsense(), 0))
-    assert [r.metrics["length_prediction/invalid"] for r in rounds] == [16, 32, 48]
-
-
 def test_calibration_is_logged_each_round(fit):
     rounds, _ = drawn(fit, MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5))
     for round in rounds:
@@ -60,40 +52,6 @@ def test_calibration_is_logged_each_round(fit):
         assert -1 <= round.metrics["length_prediction/rank_correlation"] <= 1
     probed = sum(len(c.token_ids) > 5 for c in rounds[0].completions)
     assert rounds[0].metrics["rollout/pauses"] == probed > 0
-
-
-@pytest.mark.slow
-def test_what_was_learned_is_in_the_checkpoint(fit, tmp_path):
-    def callbacks():
-        return MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
-
-    setting = {"default_root_dir": tmp_path}
-    recorder, (slots, prediction) = Rounds(), callbacks()
-    fit(callbacks=[recorder, slots, prediction], trainer={**setting, "max_epochs": 4})
-    first, (slots, learned) = Rounds(), callbacks()
-    trainer, _, _ = fit(callbacks=[first, slots, learned], trainer={**setting, "max_epochs": 2})
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed, (slots, prediction) = Rounds(), callbacks()
-    fit(
-        callbacks=[resumed, slots, prediction],
-        trainer={**setting, "max_epochs": 4},
-        ckpt_path=tmp_path / "two.ckpt",
-    )
-    names = ("mae", "rank_correlation", "history_mae")
-    figures = [
-        [r.metrics[f"length_prediction/{name}"] for name in names]
-        for r in (*first.rounds, *resumed.rounds)
-    ]
-    assert figures == [
-        [r.metrics[f"length_prediction/{name}"] for name in names] for r in recorder.rounds
-    ]
-
-
-def test_settings_end_with_their_callbacks(fit):
-    callbacks = MicroGroupSampling(slots=3), LengthPrediction(probe_tokens=5)
-    _, _, datamodule = fit(callbacks=callbacks, trainer={"max_epochs": 1})
-    assert datamodule.run.schedule.lengths is None and datamodule.run.schedule.probe_tokens is None
-    assert datamodule.run.schedule.slots == SlotSettings()
 
 
 def test_a_checkpoint_of_another_predictor(fit, tmp_path):
@@ -110,17 +68,6 @@ def test_a_checkpoint_of_another_predictor(fit, tmp_path):
 
 def tiny_model_of(trainer):
     return trainer.lightning_module.hparams.model
-
-
-class Unsavable(PromptHistory):
-    def state_dict(self):
-        return {"weights": [1.0, np.ones(3)]}
-
-
-def test_a_state_that_no_checkpoint_can_hold(fit):
-    message = r"Unsavable.state_dict\(\)\['weights'\]\[1\]` is a `ndarray`"
-    with pytest.raises(UsageError, match=message):
-        fit(callbacks=[LengthPrediction(Unsavable())])
 
 
 def test_nothing_pauses_where_all_run_at_once(fit):

@@ -135,8 +135,8 @@ def test_long_rounds_have_a_size_of_their_own(fit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [1, 2, 6], ids=str)
-def test_a_resumed_run_goes_on_with_its_size(fit, tmp_path, stop):
+def test_a_resumed_run_goes_on_with_its_size(fit, tmp_path):
+    stop = 2
     whole, _ = train(fit, Divisible({1: 2}), epochs=8)
     saved = ModelCheckpoint(tmp_path, save_last=True)
     checkpointed = {"enable_checkpointing": True}
@@ -189,66 +189,15 @@ def test_what_does_not_fit_is_refused(fit, engine, planner, others, message):
     assert engine.tensor_parallel_size in (1, 6)
 
 
-def test_a_second_fit_goes_on_with_what_is_known(fit):
-    planner = ParallelismPlanner()
-    first, _ = train(fit, Divisible({1: 2}), epochs=1, planner=planner)
-    second, _ = train(fit, Divisible({1: 2}), epochs=1, planner=planner)
-    assert (first.sizes, second.sizes) == ([1], [2])
-
-
-class Fragile(Divisible):
-    """Does not start with some sizes."""
-
-    broken = ()
-
-    def start(self, spec):
-        super().start(spec)
-        if self.tensor_parallel_size in self.broken:
-            raise RuntimeError("no such device")
-
-
-def test_a_size_that_does_not_start_is_not_tried_again(fit):
-    engine = Fragile({1: 2})
-    engine.broken = (2,)
-    with pytest.warns(UserWarning, match="not start with `tensor_parallel_size=2`.*no such device"):
-        recorder, data = train(fit, engine, epochs=4)
-    assert recorder.sizes == [1] * 4 and engine.starts == [1, 2, 1]
-    assert recorder.restarts == [0, 1, 1, 1]
-    assert data.run.counters["num_completions"] == 4 * 16
-
-
-@pytest.mark.slow
-def test_a_model_that_fits_no_smaller_size_stays_split(fit):
-    engine = Fragile({}, size=2)
-    engine.broken = (1,)
-    with pytest.warns(UserWarning, match="does not start with `tensor_parallel_size=1`"):
-        recorder, _ = train(fit, engine, epochs=10)
-    assert recorder.sizes == [2] * 10 and engine.starts == [2, 1, 2]
-
-
-@pytest.mark.parametrize("broken", [(1, 2), ()], ids=["none starts", "worked before"])
-def test_an_engine_that_starts_no_more_stops_the_run(fit, broken):
-    class Lost(Fragile):
+def test_an_engine_that_does_not_start_with_a_size_stops_the_run(fit):
+    class Fragile(Divisible):
         def start(self, spec):
-            self.broken = (broken or (1,)) if self.starts else ()
             super().start(spec)
+            if self.tensor_parallel_size == 2:
+                raise RuntimeError("no such device")
 
     with pytest.raises(RuntimeError, match="no such device"):
-        train(fit, Lost({1: 2}), epochs=9)
-
-
-@pytest.mark.slow
-def test_what_one_kind_of_rounds_cannot_have_the_other_keeps(fit):
-    def preempt(trainer, pl_module, plan):
-        lost = any(g.deferred for g in plan)
-        engine.preempted = {1: 1, 2: 9 ** len(engine.starts)} if lost else {}
-
-    engine, kinds = Fragile({}), At(preempt, "on_round_start")
-    engine.broken = (4,)
-    with pytest.warns(UserWarning, match="=4`.*goes on with 2, and"):
-        recorder, _ = train(fit, engine, kinds, TailBatching(2.0), epochs=12, num_generations=2)
-    assert 4 in engine.starts and set(recorder.sizes[1::2][-3:]) == {2}
-    assert set(recorder.sizes[::2]) == {1}
+        train(fit, Fragile({1: 2}), epochs=4)
 
 
 def workers(*_):
@@ -265,28 +214,6 @@ def with_heads(tiny_model, folder, **heads):
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(model)
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     return model, 6 * 32 * token / 2**30
-
-
-@pytest.mark.slow
-@needs_workers
-def test_a_size_that_vllm_does_not_start_with(fit, tmp_path, tiny_model):
-    class Hopeful(VLLMEngine):
-        def max_tensor_parallel_size(self, spec):
-            return 2  # of three attention heads
-
-    model, cache = with_heads(tiny_model, tmp_path, num_attention_heads=3, num_key_value_heads=1)
-    with pytest.warns(UserWarning, match="does not start with `tensor_parallel_size=2`"):
-        recorder, data = train(
-            fit,
-            Hopeful(kv_cache_gib=cache),
-            module=GRPOModule(model, learning_rate=1e-3),
-            epochs=3,
-            max_completion_length=40,
-        )
-    assert recorder.sizes == [1] * 3 and recorder.preemptions[0] > 0
-    assert all(difference < 1e-4 for difference in recorder.differences)
-    assert data.run.counters["num_completions"] == 3 * 16
-    assert not workers()
 
 
 @pytest.mark.slow

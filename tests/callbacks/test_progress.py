@@ -117,13 +117,6 @@ def test_terminal_shows_one_bar_for_the_run(tmp_path, capsys, terminal):
     assert "from the module" in out
 
 
-def test_terminal_counts_steps_where_they_end_the_run(tmp_path, capsys, terminal):
-    bar = RolloutProgressBar()
-    fit(tmp_path, bar, batches=2, max_steps=5)
-    main = bar.train_progress_bar
-    assert (main.n, main.total, main.unit) == (5, 5, "step")
-
-
 def test_rollout_bar_moves_with_completions(tmp_path, capsys, terminal):
     module = fit(tmp_path, RolloutProgressBar(), max_epochs=1)
     assert module.postfixes == ["tok/s=1, bubble=0.500"]  # 8 tokens in 8 s, 1 of 2 slots
@@ -177,40 +170,39 @@ def clock(monkeypatch):
     return clock
 
 
-def left_of(clock, rounds, seconds, steps=1, done=0, **limits):
+def left_of(clock, monkeypatch, rounds, seconds, steps=1, done=0, **limits):
     """What a bar says is left after each round, and what was true."""
+    monkeypatch.setattr(progress, "duration", lambda seconds: f"{seconds}")
     trainer = SimpleNamespace(current_epoch=done, global_step=0, max_epochs=-1, max_steps=-1)
     vars(trainer).update(limits)
     bar, told, ends = RolloutProgressBar(), [], []
-    bar._ends.append((done, 0, clock.now))
+    bar._ends.append((0 if trainer.max_steps > 0 else done, clock.now))
+    bar._advance = lambda *_: None
+    bar.get_metrics = lambda *_: {}
+    bar._print = told.append
     for number in range(done + 1, rounds + 1):
         clock.now += seconds(number)
         trainer.global_step += steps
-        bar._ends.append((number, trainer.global_step, clock.now))
-        told.append(bar._seconds_left(trainer))
+        trainer.current_epoch = number - 1
+        bar.on_train_epoch_end(trainer, None)
         ends.append(clock.now)
-    return told, [ends[-1] - end for end in ends]
+    left = [re.search(r": ([\d.]+) left", line) for line in told]
+    return [of and float(of[1]) for of in left], [ends[-1] - end for end in ends]
 
 
-@pytest.mark.parametrize("done", [0, 30])
-def test_time_left_counts_rounds_with_their_validations(clock, done):
+def test_time_left_counts_the_newest_rounds_with_their_validations(clock, monkeypatch):
     seconds = lambda n: 4.5 + 25.0 * (n % 10 == 0)  # noqa: E731
-    told, true = left_of(clock, 60, seconds, done=done, max_epochs=60)
-    assert told[20:-10] == pytest.approx(true[20:-10], rel=0.3) and told[-1] is None
-
-
-def test_time_left_follows_rounds_that_become_longer_or_began_slowly(clock):
-    told, true = left_of(clock, 100, lambda n: 300 if n == 1 else 2, max_epochs=100)
-    assert told[30] == pytest.approx(true[30])
-    told, true = left_of(clock, 100, lambda n: 2 + n / 10, max_epochs=100)
-    assert told[-11] == pytest.approx(true[-11], rel=0.15)
-
-
-def test_time_left_of_runs_that_end_otherwise(clock):
+    for done in (0, 30):
+        told, true = left_of(clock, monkeypatch, 60, seconds, done=done, max_epochs=60)
+        assert told[20:-10] == pytest.approx(true[20:-10], rel=0.3) and told[-1] is None
+    told, true = left_of(
+        clock, monkeypatch, 100, lambda n: 300 if n == 1 else 2 + n / 10, max_epochs=100
+    )
+    assert told[-11] == pytest.approx(true[-11], rel=0.15), "what began slowly is forgotten"
     for more in ({}, {"max_epochs": 1000}):
-        told, true = left_of(clock, 20, lambda n: 30, steps=2, max_steps=40, **more)
+        told, true = left_of(clock, monkeypatch, 20, lambda n: 30, steps=2, max_steps=40, **more)
         assert told[:-1] == pytest.approx(true[:-1]) and told[-1] is None
-    assert left_of(clock, 5, lambda n: 3)[0] == [None] * 5  # it has no end
+    assert left_of(clock, monkeypatch, 5, lambda n: 3)[0] == [None] * 5  # it has no end
 
 
 def test_lightnings_bar_is_replaced_unless_somebody_has_set_it_up(request, capsys, log):
@@ -299,10 +291,3 @@ def test_refresh_rate_zero_is_silent(tmp_path, capsys, monkeypatch, interactive)
     fit(tmp_path, RolloutProgressBar(refresh_rate=0), max_epochs=1)
     out = capsys.readouterr().out
     assert "round" not in out.lower() and "rollout" not in out
-
-
-def test_validate_alone_shows_lightnings_bar(tmp_path, capsys, terminal):
-    bar = RolloutProgressBar()
-    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, callbacks=[bar])
-    trainer.validate(Module(bar), torch.utils.data.DataLoader(torch.ones(3, 1)))
-    assert "Validation DataLoader 0: 100%" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger, SortedBatch
 from lit_rlsched.callbacks.report import collect, timelines
 from lit_rlsched.callbacks.report import page as page_module
 from lit_rlsched.callbacks.report.collect import run_data
-from lit_rlsched.callbacks.report.page import write_report, write_trace
+from lit_rlsched.callbacks.report.page import write_report
 from lit_rlsched.callbacks.report.timelines import CUT, ENDED, LATER, OPEN, UNUSED, kept
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
@@ -193,9 +193,9 @@ def test_a_page_that_cannot_be_made_ends_no_run(fit, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("letters", [(32, 127), (0x4E00, 0x9FFF)])
-def test_a_thousand_rounds_take_ten_megabytes_at_most(tmp_path, letters):
-    write_run(tmp_path, 1000, prompts=16, texts=16, random_text=700, letters=letters)
+def test_a_thousand_rounds_take_ten_megabytes_at_most(tmp_path):
+    chinese = (0x4E00, 0x9FFF)
+    write_run(tmp_path, 1000, prompts=16, texts=16, random_text=700, letters=chinese)
     page = write_report(tmp_path / "r.html", [run_data(tmp_path)])
     assert page.stat().st_size < 10e6
     (run,) = data_in(page)["runs"]
@@ -205,37 +205,6 @@ def test_a_thousand_rounds_take_ten_megabytes_at_most(tmp_path, letters):
     of = run["completions"]
     numbers = {row[of["columns"].index("round")] for row in of["rows"]}
     assert max(numbers) == 1000 and len(numbers) == of["rounds"] > 20
-
-
-def test_what_is_still_too_large_is_halved_until_it_fits(tmp_path, monkeypatch):
-    run = run_data(write_run(tmp_path, 9, texts=16, random_text=400))
-    whole = write_report(tmp_path / "whole.html", [run]).stat().st_size
-    monkeypatch.setattr(page_module, "MOST_BYTES", whole - 9000)
-    page = write_report(tmp_path / "r.html", [run])
-    assert page.stat().st_size < whole - 8000
-    (less,) = data_in(page)["runs"]
-    assert less["timelines"][-1]["round"] == 9 and len(less["timelines"]) < 9
-    assert less["completions"]["shown"] == len(less["completions"]["rows"]) < 144
-    monkeypatch.setattr(page_module, "MOST_BYTES", 0)
-    (none,) = data_in(write_report(tmp_path / "r.html", [run]))["runs"]
-    assert none["timelines"] == [] == none["completions"]["rows"] and none["curves"]
-
-
-def test_a_file_for_perfetto(tmp_path, capsys):
-    run = write_run(tmp_path / "run", 3)
-    trace = tmp_path / "trace.json.gz"
-    main(["report", str(run), "--perfetto", str(trace)])
-    assert str(run / "report.html") in capsys.readouterr().out
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    bars = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
-    assert len(bars) == len(Traces(run).rows("spans"))
-    for slot in {e["tid"] for e in bars}:  # bars of a slot do not overlap
-        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in bars if e["tid"] == slot)
-        assert all(a[1] <= b[0] for a, b in pairwise(own))
-    counts = [e["args"]["completions"] for e in events if e["ph"] == "C"]
-    assert min(counts) == 0 and max(counts) == 4
-    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {"trainer", "engine 0"}
 
 
 @pytest.mark.parametrize(
@@ -300,13 +269,6 @@ def test_traces_that_were_shortened_or_are_of_a_simulated_engine_say_so(tmp_path
     assert of["notes"][0].startswith("Of spans the traces have rounds from 3 on")
     assert "clock is simulated" in of["notes"][1]
     assert [line["round"] for line in of["timelines"]] == [3, 4]
-    bars = [e for e in events_of(tmp_path / "t.json", of) if e["ph"] == "X"]
-    ends = {n: max(e["ts"] + e["dur"] for e in bars if e["args"]["round"] == n) for n in (3, 4)}
-    assert ends[3] == min(e["ts"] for e in bars if e["args"]["round"] == 4) < ends[4]
-
-
-def events_of(path, run):
-    return json.loads(write_trace(path, [run]).read_text())["traceEvents"]
 
 
 def test_odd_values_of_reward_functions(tmp_path):
@@ -440,8 +402,7 @@ class TestInABrowser:
             tab.select_option("#axis", "minutes")
             assert "minutes" in tab.locator("#learning .xtitle").first.text_content()
 
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    @pytest.mark.parametrize("width", [1400, 390])
+    @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1400)])
     def test_everyone_can_read_it(self, page, scheme, width):
         from axe_playwright_python.sync_playwright import Axe
 

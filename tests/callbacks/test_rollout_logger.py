@@ -1,15 +1,11 @@
-import html
 import json
 import random
-import re
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.data.rows import load_rows
@@ -229,18 +225,6 @@ def test_unreadable_lines_are_left_out_and_counted(tmp_path):
     assert [row["round"] for row in read_rows(tmp_path)] == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 
 
-def test_resumed_run_drops_later_rows_though_it_writes_fewer(tmp_path):
-    run(RolloutLogger(num_completions=1), make_trainer(tmp_path), range(6))
-    run(RolloutLogger(num_completions=1, every_n_rounds=4), make_trainer(tmp_path), range(3, 9))
-    assert [r["round"] for r in read_rows(tmp_path)] == [1, 2, 3, 5, 9]
-
-
-def test_new_run_starts_a_new_file(tmp_path):
-    (tmp_path / "completions.jsonl").write_text("not ours")
-    run(RolloutLogger(num_completions=1), make_trainer(tmp_path), [0])
-    assert [r["round"] for r in read_rows(tmp_path)] == [1]
-
-
 def test_writes_nothing_on_fast_dev_run_and_other_ranks(tmp_path):
     for change in ({"fast_dev_run": 1}, {"is_global_zero": False}):
         trainer = make_trainer(tmp_path)
@@ -261,11 +245,6 @@ def test_traces_are_kept_by_default(tmp_path):
     rows = traces.rows("completions")
     assert [row["drawn"] for row in rows] == [c.drawn for r in rounds for c in r.completions]
     assert dict(traces.rows("rounds")[1]["metrics"])["reward"] == pytest.approx(0.7)
-
-
-def test_a_run_without_traces(tmp_path):
-    run(RolloutLogger(save_trace=False), make_trainer(tmp_path), [0])
-    assert not (tmp_path / "traces").exists()
 
 
 # Loggers.
@@ -312,48 +291,6 @@ def test_what_changes_its_type_is_no_error(tmp_path, offline):
     (table,) = wandb_tables(Path(logger.experiment.dir))
     at = table["columns"].index("why")
     assert [row[at] for row in table["data"]] == values
-
-
-def events(folder: Path) -> list:
-    """The events of a TensorBoard file: records of length, checksum, data, checksum."""
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    (path,) = folder.glob("**/events.out.tfevents.*")
-    data, found = path.read_bytes(), []
-    while data:
-        (size,) = struct.unpack("<Q", data[:8])
-        found.append(event_pb2.Event.FromString(data[12 : 12 + size]))
-        data = data[16 + size :]
-    return [(value, event.step) for event in found for value in event.summary.value]
-
-
-def test_tensorboard_gets_lengths_and_the_newest_completions(tmp_path):
-    logger = TensorBoardLogger(tmp_path / "board")
-    round = make_round(1)
-    hostile = "a | b\n<script>alert(1)</script> **bold** [x](http://x) `c` \\ " + 2000 * "y"
-    for completion in round.completions:
-        completion.text = hostile
-    callback = RolloutLogger(num_completions=2, report_every_n_rounds=2)
-    run(callback, trainer := make_trainer(tmp_path, logger), [0])
-    draw(callback, trainer, round)
-    logger.experiment.close()
-    found = events(tmp_path / "board")
-    drawn = [value.histo for value, _ in found if value.tag == "completions/lengths"]
-    for number, histogram in enumerate(drawn):
-        lengths = [completion.drawn for completion in make_round(number).completions]
-        assert (histogram.num, histogram.sum) == (12, sum(lengths))
-        assert (histogram.min, histogram.max) == (min(lengths), max(lengths))
-    assert len(drawn) == 2
-    first, last = (
-        value.tensor.string_val[0].decode() for value, _ in found if value.HasField("tensor")
-    )
-    head, rule, *rows = last.splitlines()
-    assert html.unescape(head).startswith("| step | prompt | completion | accuracy |")
-    assert len(rows) == 2 and all(line.count("|") == head.count("|") for line in (rule, *rows))
-    cell = rows[0].split(" | ")[2]
-    assert set("<>|*`[]\\") & set(cell) == {"<", ">"} and set(re.findall("<.*?>", cell)) == {"<br>"}
-    shown, _, cut = html.unescape(cell.replace("<br>", "\n")).partition(" … ")
-    assert shown == hostile[:1000] and cut == f"({len(hostile):,} characters)"
-    assert "text 0" in first and hostile[:5] not in first
 
 
 # Summary.
@@ -425,66 +362,10 @@ def test_summary_without_validation_and_without_rounds(tmp_path):
     assert ": reward 0.00 -> 0.20 (3 rounds" in callback.summary(trainer)
 
 
-# With Lightning.
-
-
-class Module(LightningModule):
-    """Logs accuracy 0.5 before training, then 0.6, 0.7, ... as the package's modules do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch, batch_idx):
-        return (self.weight * batch).sum()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def on_validation_epoch_end(self) -> None:
-        accuracy = 0.5 + 0.1 * self.global_step
-        if self.trainer.sanity_checking:
-            self.trainer.callback_metrics["val/accuracy"] = torch.tensor(accuracy)
-        else:
-            self.log("val/accuracy", accuracy)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(folder: Path, callback: Callback, epochs: int, sanity: int = -1):
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        max_epochs=epochs,
-        num_sanity_val_steps=sanity,
-        logger=False,
-        callbacks=[callback],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    data = torch.utils.data.DataLoader(torch.ones(2, 1), batch_size=2)
-    held_out = torch.utils.data.DataLoader(torch.ones(3, 1), batch_size=1)
-    trainer.fit(Module(), data, held_out)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("sanity", "steps"), [(-1, [0, 1, 2]), (2, [1, 2])])
-def test_validations_are_kept_and_a_whole_one_before_training_is_the_baseline(
-    tmp_path, sanity, steps
-):
-    record = RunRecord()
-    fit(tmp_path, Recorder(record), epochs=2, sanity=sanity)
-    assert [v["step"] for v in record.validations] == steps
-    accuracies = [v["val/accuracy"] for v in record.validations]
-    assert accuracies == pytest.approx([0.5 + 0.1 * step for step in steps])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_refuses_data_without_rollouts(tmp_path):
-    with pytest.raises(UsageError, match="RolloutLogger"):
-        fit(tmp_path, RolloutLogger(), epochs=1)
+def test_refuses_data_without_rollouts():
+    trainer = SimpleNamespace(datamodule=object())
+    with pytest.raises(UsageError, match="`RolloutLogger` needs rollouts, but the data module is"):
+        RolloutLogger().setup(trainer, None, "fit")
 
 
 # Record.

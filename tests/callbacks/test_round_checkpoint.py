@@ -96,23 +96,6 @@ def test_a_file_that_cannot_be_gone_on_with_does_not_count(fit, tmp_path, more):
     assert files(tmp_path) == ["round_00001-step_000001.ckpt"]
 
 
-def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(fit, tmp_path):
-    def train(epochs, ckpt_path=None):
-        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        callbacks = [RNGState(), RoundCheckpoint()]
-        return fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path)
-
-    train(2)
-    _, resumed, data = train(4, newest_checkpoint(tmp_path))
-    _, whole, other = train(4)
-    assert (
-        data.run.counters == other.run.counters
-        and data.run.rounds_over == other.run.rounds_over == 4
-    )
-    for name, weight in whole.state_dict().items():
-        assert torch.equal(resumed.state_dict()[name], weight), name
-
-
 class Stop(RolloutCallback):
     """Asks the run to stop at a place of round 1, as SIGTERM does; notes the loggers' steps."""
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from seen_rounds import At, Rounds, vector
+from seen_rounds import Rounds, vector
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -85,7 +85,7 @@ def check_same(module, plain):
 
 
 @pytest.mark.mostly_slow("gspo")
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo", "cispo", "rloo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo", "cispo"])
 def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
     def run(*callbacks, **data):
         module = GRPOModule(
@@ -104,13 +104,11 @@ def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
         check_same(streamed, plain)
 
 
-@pytest.mark.mostly_slow("GRPOModule-0.1")
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("make", [GRPOModule, RLOOModule])
-def test_with_a_reference_model(fit, exact_model, make, beta):
+@pytest.mark.parametrize("make", [GRPOModule, pytest.param(RLOOModule, marks=pytest.mark.slow)])
+def test_with_a_reference_model(fit, exact_model, make):
     stream, modules = Stream(), []
     for callbacks in ([], [stream]):
-        module = make(exact_model, learning_rate=1e-3, beta=beta)
+        module = make(exact_model, learning_rate=1e-3, beta=0.1)
         modules.append(fit(module, callbacks, EXACT, **RAGGED)[1])
     assert any(stream.parts)
     check_same(modules[1], modules[0])
@@ -132,15 +130,14 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.mostly_slow("tail-0.02", "dynamic-0.02", "window-0.02")
-@pytest.mark.parametrize("delay", [0.0, 0.02])
+@pytest.mark.mostly_slow("tail", "dynamic", "window")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_with_every_scheduler(fit, exact_model, schedule, delay):
+def test_with_every_scheduler(fit, exact_model, schedule):
     early, stream, modules = schedule == "early stop", Stream(), []
     for more in ([], [stream]):
         module = GRPOModule(exact_model, learning_rate=1e-3)
         settings = RAGGED | ({"num_generations": 4} if early else {})  # two may be enough
-        rewards = {"reward_funcs": [delayed(delay, early)], "reward_workers": 1 + (delay > 0)}
+        rewards = {"reward_funcs": [delayed(0.02, early)], "reward_workers": 2}
         callbacks = [*SCHEDULES[schedule](), *more]
         trained = fit(module, callbacks, EXACT, **settings, **rewards)
         modules.append(trained[1])
@@ -152,8 +149,8 @@ def test_with_every_scheduler(fit, exact_model, schedule, delay):
 @pytest.mark.mostly_slow("gspo")
 @pytest.mark.parametrize(
     ("make", "settings"),
-    [(GRPOModule, {"loss_type": "gspo"}), (GRPOModule, {"beta": 0.1}), (RLOOModule, {})],
-    ids=["gspo", "beta", "rloo"],
+    [(GRPOModule, {"loss_type": "gspo", "beta": 0.1}), (RLOOModule, {})],
+    ids=["gspo", "rloo"],
 )
 def test_the_first_of_several_iterations_is_streamed(fit, exact_model, make, settings):
     stream, modules = Stream(), []
@@ -214,18 +211,6 @@ def test_gradients_of_before_are_forgotten(fit, exact_model):
     check_same(modules[1], modules[0])
 
 
-def test_it_begins_when_a_share_is_ready(fit, exact_model):
-    def progress(trainer, pl_module, group):
-        """How many groups are decoded, and whether there are gradients."""
-        decoded = trainer.datamodule.run.session.controller.state.decoded
-        return len(decoded), any(p.grad is not None for p in pl_module.parameters())
-
-    groups = At(progress, "on_group_end")
-    fit(GRPOModule(exact_model), [Stream(start=0.5), groups], {"max_epochs": 1}, **RAGGED)
-    assert not any(grads for decoded, grads in groups.seen if decoded < 4)
-    assert groups.seen[-1][1], "some gradients were there before the last group was"
-
-
 @pytest.mark.slow
 def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
     class Slow(TransformersEngine):
@@ -251,6 +236,3 @@ def test_gradients_are_computed_while_the_engine_decodes(fit, tiny_model):
         assert figures["streamed_training/gradient_seconds"] > 0
         assert round.metrics["rollout/engine_restarts"] == 0
     assert sum(m["streamed_training/overlap_seconds"] for m in seen.metrics) > 0
-
-
-# What it refuses.

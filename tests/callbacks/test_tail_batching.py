@@ -1,20 +1,15 @@
-import csv
-import math
 from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
 from lit_rlsched.callbacks import (
-    DownSampling,
     DynamicSampling,
     MicroGroupSampling,
     RNGState,
     RolloutCallback,
-    SortedBatching,
     TailBatching,
 )
 from lit_rlsched.engines import VLLMEngine
@@ -124,39 +119,6 @@ def test_on_vllm(fit):
     assert data.run.counters["dropped/stopped"] >= 5 * 4
 
 
-@pytest.mark.slow
-def test_every_token_is_trained_on_or_counted_as_discarded(fit, tmp_path):
-    recorder, logger = Recorder(), CSVLogger(tmp_path)
-    trainer = {"max_epochs": 7, "logger": logger, "log_every_n_steps": 1}
-    callbacks = [
-        recorder,
-        TailBatching(completion_ratio=1.25),
-        MicroGroupSampling(slots=8),
-    ]
-    _, _, data = fit(callbacks=callbacks, trainer=trainer, **SMALL)
-    check(recorder)
-    total = 0
-    for r, counters in zip(recorder.rounds, recorder.counters, strict=True):
-        kept = sum(len(c.token_ids) for c in r.completions)
-        lost = r.metrics["rollout/discarded_tokens"]
-        assert kept + lost == r.metrics["rollout/tokens"] == r.trace.tokens
-        assert r.metrics["rollout/useful_token_share"] == pytest.approx(kept / (kept + lost))
-        assert (lost == 0) == r.metrics["tail_batching/long_round"]
-        assert r.metrics["rollout/score_wait_seconds"] >= 0
-        total += lost
-        assert counters["num_discarded_tokens"] == total
-        assert counters["num_completions"] == 8 * (r.number + 1)
-    assert data.run.counters["dropped/stopped"] > 0
-    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["rollout/round"]]
-    assert [bool(float(row["tail_batching/long_round"])) for row in rows] == recorder.long
-    # a cycle ends with its long round
-    assert [bool(row["pool/rounds"]) for row in rows] == recorder.long
-    assert float(rows[4]["pool/rounds"]) == 5
-    assert 0.5 < float(rows[4]["pool/trained_over_drawn_length"]) < 1.5
-    assert 0 < float(rows[4]["pool/useful_token_share"]) < 1
-
-
 # The synchronous run.
 
 
@@ -169,23 +131,6 @@ def test_without_a_race_it_is_the_synchronous_run(fit):
     for a, b in zip(raced.rounds, plain.rounds, strict=True):
         assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
     assert raced.long == [False, False] and raced.pools == [[], []]
-
-
-# Together with others.
-
-
-def test_down_sampling_selects_of_what_won(fit):
-    recorder = Recorder()
-    settings = {**SMALL, "num_generations": 4}
-    callbacks = [recorder, TailBatching(), DownSampling(2)]
-    _, _, data = fit(callbacks=callbacks, trainer={"max_epochs": 6}, **settings)
-    check(recorder, size=4)
-    assert recorder.long == [*FIVE, False]
-    for r in recorder.rounds:
-        assert {sum(not c.dropped for c in g.completions) for g in r.groups} <= {0, 2}
-    dropped = sum(c.dropped is not None for r in recorder.rounds for c in r.completions)
-    assert dropped == sum(n for k, n in data.run.counters.items() if k.startswith("dropped/"))
-    assert data.run.counters["num_completions"] == 6 * 16
 
 
 def hangs():
@@ -251,44 +196,6 @@ def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
 
 
 # What a user gets wrong.
-
-
-@pytest.mark.parametrize("name", ["prompt_ratio", "completion_ratio"])
-@pytest.mark.parametrize("value", [0.99, 0, -1, math.nan, math.inf, "1.25"])
-def test_a_ratio_that_cannot_work(name, value):
-    message = rf"`TailBatching\({name}={value!r}\)`: use 1 or more. 1 is no race, 1.25 a usual one"
-    with pytest.raises(UsageError, match=message):
-        TailBatching(**{name: value})
-
-
-@pytest.mark.parametrize("prompts", [7, 3])
-def test_too_few_prompts(fit, sums, prompts):
-    message = {
-        7: r"up to 3 prompts waiting for a long round and 5 .*`train_data` holds 7. Use a lower",
-        3: r"`prompts_per_round=4` is more than `train_data` holds: 3 prompts. Use 3 or fewer",
-    }[prompts]
-    with pytest.raises(UsageError, match=message):
-        fit(callbacks=[TailBatching()], train_data=sums[:prompts])
-
-
-def test_no_two_callbacks_end_rounds(fit):
-    for callbacks in ([SortedBatching(), TailBatching()], [TailBatching(), TailBatching()]):
-        names = " and ".join(f"`{type(c).__name__}`" for c in callbacks)
-        message = f"2 callbacks that decide when a round ends: {names}.*Remove all but one"
-        with pytest.raises(UsageError, match=message):
-            fit(callbacks=callbacks)
-
-
-def test_settings_end_with_the_run_however_it_ends(fit):
-    class Fails(RolloutCallback):
-        def on_round_end(self, trainer, pl_module, round):
-            self.data = trainer.datamodule
-            raise RuntimeError("of the user's own")
-
-    fails = Fails()
-    with pytest.raises(RuntimeError, match="of the user's own"):
-        fit(callbacks=[TailBatching(), fails])
-    assert not fails.data.run.schedule.rule.ends_early
 
 
 # Quotas of domains.

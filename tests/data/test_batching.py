@@ -178,17 +178,12 @@ def group_of(prompt, *completions, uid="a"):
 
 ALWAYS = RowCost(position=1.0, causal=0.0, masked=0.0)
 
-
-def always(rows, micro_batch_tokens):
-    return ALWAYS
-
-
 """Sharing saves a prompt and costs nothing."""
 MODEL = RowCost(position=2e6, causal=1000.0, masked=2000.0)
 
 
 def test_a_shared_micro_batch_by_hand():
-    step = OptimizerStep([*group_of(2, 3, 1), *group_of(1, 4, uid="b")], 100, row_cost=always)
+    step = OptimizerStep([*group_of(2, 3, 1), *group_of(1, 4, uid="b")], 100, row_cost=ALWAYS)
     alone, shared = step
     assert alone.input_ids.tolist() == [[1, 10, 11, 12, 13]] and alone.completion_rows is None
     assert shared.input_ids.tolist() == [[1, 2, 10, 10, 11, 12]]
@@ -248,7 +243,7 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
         one.completion.advantage = 0.0
     for one in rows[1::5]:
         one.completion.dropped = "nonfinite_logprob"
-    step = OptimizerStep(rows, budget, skip_zero_advantage=skip, row_cost=always)
+    step = OptimizerStep(rows, budget, skip_zero_advantage=skip, row_cost=ALWAYS)
     plain = OptimizerStep(rows, budget, skip_zero_advantage=skip)
     assert step.totals == plain.totals and step.samples == plain.samples
     trained = [r for rows in step.micro_batches for r in rows]
@@ -265,7 +260,7 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
 def test_the_mask_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(micro_batches, "MASKED_POSITIONS", 150)
     rows = [*group_of(50, *[20] * 8), *group_of(60, *[20] * 8, uid="b")]
-    step = OptimizerStep(rows, 1000, row_cost=always)
+    step = OptimizerStep(rows, 1000, row_cost=ALWAYS)
     for batch in step:
         assert batch.completion_rows is None or batch.input_ids.numel() <= 150
     assert step.padding().positions < OptimizerStep(rows, 1000).padding().positions

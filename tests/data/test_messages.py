@@ -9,11 +9,8 @@ from tokenizers.processors import TemplateProcessing
 
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.source import StreamSource
 from lit_rlsched.data.tokenizing import PromptTokenizer
 from lit_rlsched.settings import UsageError
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "so "}
@@ -102,9 +99,6 @@ def test_messages_that_no_template_reads_are_refused(message: dict[str, Any], wo
     for form in (rows, datasets.Dataset.from_list(rows, on_mixed_types="use_json")):
         with pytest.raises(UsageError, match=rf"row 1 .*{words}"):
             load_rows(form)
-    stream = datasets.IterableDataset.from_generator(lambda: iter(rows[1:]))
-    with pytest.raises(UsageError, match=rf"row 0 of pass 0 .*{words}"):
-        StreamSource(stream, len, print, max_prompt_length=9, seed=0, shuffle=False).draw(1)
 
 
 def test_a_last_message_of_the_assistant_is_continued(chatty: Any) -> None:
@@ -198,14 +192,11 @@ def plainly(prompts: Any, completions: Any, completion_ids: Any, **columns: Any)
     return [float(keys and texts and not any(None in message.values() for message in prompt))]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_reward_functions_see_plain_messages_in_training_and_validation(
-    fit: Any, streamed: bool
-) -> None:
+def test_reward_functions_see_plain_messages_in_training_and_validation(fit: Any) -> None:
     chats = [[{**USER, "name": "bob"}], [USER, ANSWER], [{**USER, "content": "ho"}, ANSWER]]
     data = datasets.Dataset.from_list([{"prompt": chat} for chat in chats])
     trainer, _, datamodule = fit(
-        train_data=data.to_iterable_dataset() if streamed else data,
+        train_data=data,
         val_data=[{"prompt": [{"role": "user", "content": [{"type": "text", "text": "hey"}]}]}],
         reward_funcs=[plainly],
         prompts_per_round=3,

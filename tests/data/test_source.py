@@ -12,23 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
-from written_rows import written
 
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import Rows, load_rows
 from lit_rlsched.data.source import PromptSource
-from lit_rlsched.data.tasks import Countdown, HubDataset, PromptTask
+from lit_rlsched.data.tasks import Countdown, HubDataset
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
 Tokenizer = Any
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
-
-
-class Fixed(PromptTask):
-    def rows(self) -> list[dict[str, Any]]:
-        return ROWS
 
 
 @pytest.fixture
@@ -38,13 +32,6 @@ def tokenizer(tiny_model: str) -> Tokenizer:
 
 def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(f"p{i}", str(i), (i,)) for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    "kind", ["jsonl", "json", "parquet", "saved", "saved splits", "dataset", "list", "task"]
-)
-def test_every_container_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
-    assert list(load_rows(Fixed() if kind == "task" else written(tmp_path, kind, ROWS))) == ROWS
 
 
 def test_hub_names_carry_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,29 +89,6 @@ def test_jsonargparse_reads_every_kind_of_rows() -> None:
     assert (built.split, built.size, built.numbers) == ("heldout", 4000, {3: 1.0})
 
 
-def test_strings_and_chats_are_tokenised_as_trl_does(tokenizer: Tokenizer) -> None:
-    chat = [{"role": "user", "content": "2+2"}]
-    rows: list[dict[str, Any]] = [
-        {"prompt": "1+1", "uid": 7, "answer": "2"},
-        {"prompt": chat},
-        {"prompt": "x"},
-    ]
-    string, messages, _ = make_prompts(rows, tokenizer, max_prompt_length=64)
-    assert (string.uid, string.text, string.columns) == ("7", "1+1", {"answer": "2"})
-    assert list(string.token_ids) == tokenizer(text=["1+1"])["input_ids"][0]
-    assert tokenizer.decode(messages.token_ids) == "user: 2+2\nassistant: "
-    assert messages.text == chat
-
-
-def test_special_tokens_of_the_tokenizer_are_kept(tokenizer: Tokenizer) -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    bos = [("<bos>", tokenizer.bos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", None, bos)
-    (prompt,) = make_prompts([{"prompt": "a"}], tokenizer, max_prompt_length=2)
-    assert prompt.token_ids[0] == tokenizer.bos_token_id
-
-
 def test_template_arguments_reach_the_template(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if think %} think{% endif %}"
     rows = [{"prompt": [{"role": "user", "content": "a"}]}]
@@ -153,7 +117,7 @@ def test_each_text_is_tokenised_once(tokenizer: Tokenizer) -> None:
 
 def test_equal_rows_are_kept_once_and_counted(tokenizer: Tokenizer) -> None:
     rows = [*ROWS, ROWS[0], {**ROWS[0], "answer": "11"}, {"answer": "4", "prompt": "2+2"}]
-    assert load_rows(rows).unique()[1].tolist() == [2, 4]
+    assert load_rows(rows).unique()[1] == [2, 4]
     with pytest.warns(UserWarning, match=r"2 of 5 rows .*row 2: '1\+1'"):
         prompts = make_prompts(rows, tokenizer, max_prompt_length=64)
     assert [(p.text, p.columns["answer"]) for p in prompts] == [
@@ -168,13 +132,6 @@ def test_a_row_keeps_its_name_in_other_company(tokenizer: Tokenizer) -> None:
     alone = make_prompts(ROWS[:1], tokenizer, max_prompt_length=64)[0].uid
     more = make_prompts([{"prompt": "1+1"}, *ROWS[::-1]], tokenizer, max_prompt_length=64)
     assert alone == more[2].uid == "47a205f4b3752022"
-
-
-def test_a_row_without_a_stable_name_is_refused(tokenizer: Tokenizer) -> None:
-    row = {"prompt": "a", "checker": object()}
-    with pytest.raises(UsageError, match=r"Row 0 has a object in its columns.*Add a column `uid`"):
-        make_prompts([row], tokenizer, max_prompt_length=64)
-    assert make_prompts([row | {"uid": "a"}], tokenizer, max_prompt_length=64)
 
 
 def test_long_and_empty_prompts_are_refused_and_never_cut(tokenizer: Tokenizer) -> None:
@@ -252,12 +209,6 @@ def test_passes_of_whole_rounds_are_those_of_trl(size: int, each: int, passes: i
     assert {key.partition("@")[2] for key in keys} <= {str(epoch) for epoch in range(passes)}
 
 
-def test_a_round_that_no_pass_of_whole_rounds_can_fill_is_refused() -> None:
-    source = PromptSource(prompts_of(5), 0, shuffle=False, multiple=4)
-    with pytest.raises(UsageError, match=r"there are 4\. Use 4 or less"):
-        source.draw(4, besides=["p0"])
-
-
 def test_each_pass_has_its_own_order_fixed_by_the_seed() -> None:
     source = PromptSource(prompts_of(50), seed=3)
     orders = [[draw.prompt.uid for draw in source.draw(50)] for _ in range(3)]
@@ -267,20 +218,14 @@ def test_each_pass_has_its_own_order_fixed_by_the_seed() -> None:
     assert orders[0] != [draw.prompt.uid for draw in PromptSource(prompts_of(50), 4).draw(50)]
 
 
-def test_the_state_is_small_and_plain() -> None:
-    source = PromptSource(prompts_of(1000), seed=0)
-    source.draw(999)
-    source.draw(999)
-    state = source.state_dict()
-    assert set(state) == {"epoch", "offset", "deferred", "seed", "shuffle", "fingerprint"}
-    assert (state["epoch"], len(state["deferred"])) in {(1, 0), (1, 1)}
-
-
 def test_more_than_there_are_is_refused() -> None:
     source = PromptSource(prompts_of(3), seed=0)
     with pytest.raises(UsageError, match=r"`prompts_per_round=4`.*Use 3 or less"):
         source.draw(4)
     assert source.draw(0) == []
+    source = PromptSource(prompts_of(5), 0, shuffle=False, multiple=4)  # whole rounds alone
+    with pytest.raises(UsageError, match=r"there are 4\. Use 4 or less"):
+        source.draw(4, besides=["p0"])
 
 
 @given(st.data())

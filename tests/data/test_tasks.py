@@ -1,18 +1,16 @@
 import json
 import math
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
-from lit_rlsched.data.tasks import Countdown, PromptTask, ReasoningGym
+from lit_rlsched.data.tasks import Countdown, ReasoningGym
 from lit_rlsched.processes import keep_heap
 from lit_rlsched.rewards.functions import countdown_reward, reasoning_gym_reward
 from lit_rlsched.settings import UsageError
@@ -92,10 +90,8 @@ def test_larger_sizes_fill_in_for_a_size_that_runs_out() -> None:
 
 
 @pytest.mark.slow
-def test_four_thousand_prompts_take_seconds() -> None:
-    started = time.process_time()
+def test_four_thousand_prompts() -> None:
     rows = Countdown("train", size=4000).rows()
-    assert time.process_time() - started < 15
     assert Counter(row["size"] for row in rows) == {2: 353, 3: 2279, 4: 1368}
 
 
@@ -108,15 +104,6 @@ def test_reasoning_gym_rows_are_split_and_score_one() -> None:
     columns = {name: [row[name] for row in train] for name in ("task", "answer", "metadata")}
     answers = [f"<answer>{row['answer']}</answer>" for row in train]
     assert reasoning_gym_reward(answers, **columns) == [1.0] * 30
-
-
-def test_tasks_are_built_from_yaml() -> None:
-    parser = jsonargparse.ArgumentParser()
-    parser.add_argument("--task", type=PromptTask)
-    text = "task: {class_path: ReasoningGym, init_args: {name: chain_sum, config: {min_terms: 3}}}"
-    built = parser.instantiate_classes(parser.parse_string(text)).task
-    assert isinstance(built, ReasoningGym)
-    assert (built.name, built.split, built.config) == ("chain_sum", "train", {"min_terms": 3})
 
 
 def test_shipped_model_loads_and_is_the_one_described(model: Any, tokenizer: Any) -> None:

@@ -1,19 +1,13 @@
 """Token ids of batches are those of `tokenizer(text)`."""
 
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lit_rlsched.data import tokenizing
 from lit_rlsched.data.prompts import make_prompts
-from lit_rlsched.data.row_table import cache_folder
-from lit_rlsched.data.rows import load_rows
 from lit_rlsched.data.tokenizing import PromptTokenizer
 from lit_rlsched.settings import UsageError
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 TEXTS = ["1+1", "", "Is \u00e9 a letter?", "1+1", "<answer>\n4 </answer>", "<|im_end|>x"]
 CHATS = [
@@ -50,11 +44,6 @@ def test_batches_have_the_ids_of_single_calls(
     rows = [{"prompt": prompt, "uid": i} for i, prompt in enumerate(prompts)]
     made = make_prompts(rows, tokenizer, max_prompt_length=1000)
     assert [list(prompt.token_ids) for prompt in made] == expected
-    hashes = [
-        int.from_bytes(blake2b(np.array(one, np.int32).tobytes(), digest_size=8).digest(), "big")
-        for one in expected
-    ]
-    assert made.hashes.tolist() == hashes
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -75,13 +64,6 @@ def test_a_class_that_changes_calls_is_called(tokenizer: Any) -> None:
     assert upper([{"prompt": "four"}]) == lower([{"prompt": "FOUR"}]) != lower([{"prompt": "four"}])
 
 
-def test_prompts_without_tokens_are_empty(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ '' }}"
-    assert not PromptTokenizer(tokenizer, None)(rows_of([*CHATS, ""]))[0]
-    with pytest.raises(UsageError, match=r"row 0 .* has no tokens"):
-        make_prompts([{"prompt": CHATS[0]}], tokenizer, max_prompt_length=9)
-
-
 def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,28 +72,5 @@ def test_a_row_in_the_middle_of_a_batch_that_cannot_be_tokenised_is_named(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}a"
     )
     rows = [{"prompt": CHATS[i == 8], "uid": i} for i in range(20)]
-    for _ in range(2):
-        with pytest.raises(UsageError, match=r"row 8 cannot be tokenised: no system role.*brief"):
-            make_prompts(rows, tokenizer, max_prompt_length=9)
-
-
-def test_an_interrupted_start_leaves_no_half_of_a_file(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizing, "_BATCH", 5)
-    rows = load_rows([{"prompt": f"{i}"} for i in range(50)])
-    (of_rows,) = cache_folder().glob("*.arrow")
-    original = tokenizing._token_batch
-
-    def interrupted(tokenize: Any, numbered: Any) -> Any:
-        if numbered[0][0] == 30:
-            raise KeyboardInterrupt
-        return original(tokenize, numbered)
-
-    monkeypatch.setattr(tokenizing, "_token_batch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(UsageError, match=r"row 8 cannot be tokenised: no system role.*brief"):
         make_prompts(rows, tokenizer, max_prompt_length=9)
-    assert [*cache_folder().glob("*[!k]")] == [of_rows], "and locks"
-    monkeypatch.setattr(tokenizing, "_token_batch", original)
-    prompts = make_prompts(rows, tokenizer, max_prompt_length=9)
-    assert [p.text for p in prompts] == [f"{i}" for i in range(50)]

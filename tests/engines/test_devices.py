@@ -10,12 +10,10 @@ import torch
 from lit_rlsched.cli.main import main
 from lit_rlsched.engines import devices as node
 from lit_rlsched.engines.devices import (
-    missing_tools,
     refuse_missing_gpus,
     refuse_unseen_gpu,
     unseen,
     unseen_gpu,
-    warn_of_missing_tools,
     warn_of_unseen_gpu,
 )
 from lit_rlsched.settings import UsageError
@@ -25,16 +23,8 @@ from lit_rlsched.settings import UsageError
     ("driver", "cuda", "text"),
     [
         (None, "13.0", None),
-        (
-            "535.104.05",
-            "13.0",
-            "CUDA 13.0, which needs driver 580 or newer, and the driver is 535.104",
-        ),
-        ("520.61", "12.8", "needs driver 525 or newer"),
         ("580.65.06", "13.0", "prints the reason"),
-        ("535.104.05", "12.8", "prints the reason"),
         ("535.104.05", None, "it is a CPU build"),
-        ("unknown", "13.0", "prints the reason"),
     ],
 )
 def test_why_pytorch_sees_no_gpu(driver, cuda, text):
@@ -47,7 +37,6 @@ def machine(tmp_path, monkeypatch):
     """A folder of programs, the only one on the path."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CC", raising=False)
 
     def add(name, script="exit 0"):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -78,9 +67,9 @@ def test_a_run_is_told_before_it_starts(machine, monkeypatch, recwarn):
     with pytest.raises(UsageError, match=r"`trainer\.accelerator=gpu`: .*it is a CPU build"):
         refuse_unseen_gpu("gpu")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.warns(UserWarning, match=r"run is on the CPU\. .*needs driver 580 or newer"):
+    with pytest.warns(UserWarning, match=r"run is on the CPU\. .*PyTorch sees none"):
         warn_of_unseen_gpu("cpu")
-    with pytest.raises(UsageError, match=r"needs driver 580 or newer.* Update the driver"):
+    with pytest.raises(UsageError, match="prints the reason"):
         refuse_unseen_gpu("cuda")
 
 
@@ -135,15 +124,6 @@ def test_every_run_looks(fit, monkeypatch):
     assert devices == ["cpu"]
 
 
-def test_what_triton_needs(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(node.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.warns(UserWarning, match=r"C compiler .*CC.* and Python's headers .*python3.*-dev"):
-        warn_of_missing_tools()
-    machine("clang")
-    (tmp_path / "Python.h").touch()
-    assert not missing_tools()
-
-
 @pytest.mark.parametrize(
     ("smi", "build", "said"),
     [
@@ -157,7 +137,6 @@ def test_what_triton_needs(machine, monkeypatch, tmp_path):
 def test_the_build_that_make_installs(machine, smi, build, said):
     if smi is not None:
         machine("nvidia-smi", smi)
-    machine("gcc")
     script = [sys.executable, "-I", "-S", node.__file__]
     run = subprocess.run(script, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == build and said in run.stderr

@@ -33,7 +33,7 @@ from lit_rlsched.engines import (
     VLLMEngine,
 )
 from lit_rlsched.engines.pool import EnginePool
-from lit_rlsched.engines.ray_engine import UNREAD, ActorLink, connect
+from lit_rlsched.engines.ray_engine import ActorChild, connect
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.weights import ObjectStore
 from lit_rlsched.scheduling.admission import Admission
@@ -166,23 +166,11 @@ def test_a_cluster_without_the_resources_is_refused_with_what_is_missing():
     engine = RayEngine(SimulatedEngine(), {"CPU": 1, "TPU": 4}, timeout=1)
     with pytest.raises(RuntimeError, match=r"no room for 1 x 1 CPU [+] 4 TPU after 1 s") as error:
         engine.start(SPEC)
-    assert "it has 1 node with 4 CPU + 0 TPU in all, which is enough for 0" in str(error.value)
     pool = EnginePool.of(RayEngine(SimulatedEngine(), {"CPU": 3}, timeout=1), 2)
-    with pytest.raises(RuntimeError, match=r"no room for 2 x 3 CPU .* enough for 1[.]"):
+    with pytest.raises(RuntimeError, match="no room for 2 x 3 CPU after"):
         pool.start(SPEC)
     assert time.monotonic() - began < 50
     assert isinstance(error.value, UsageError) and bundles() == []
-
-
-@in_cluster
-def test_resources_that_others_use_are_told():
-    one = RayEngine(SimulatedEngine(), {"CPU": 3})
-    one.start(SPEC)
-    try:
-        with pytest.raises(RuntimeError, match=r"others use it \(1 CPU are free\)"):
-            RayEngine(SimulatedEngine(), {"CPU": 2}, timeout=1).start(SPEC)
-    finally:
-        one.close()
 
 
 def bundles():
@@ -249,8 +237,7 @@ def test_weights_go_through_the_store_in_objects_of_limited_size(monkeypatch):
 
 
 @in_cluster
-def test_it_comes_back_with_streams_that_follow_each_other_and_is_closed_twice(monkeypatch):
-    monkeypatch.setattr("lit_rlsched.engines._ray_actor.STREAM", 3)  # sent with the class
+def test_it_comes_back_and_is_closed_twice():
     engine = RayEngine(SimulatedEngine())
     for _ in range(2):
         engine.start(SPEC)
@@ -259,32 +246,6 @@ def test_it_comes_back_with_streams_that_follow_each_other_and_is_closed_twice(m
         engine.close()
     with pytest.raises(RuntimeError, match="closed or was not started"):
         engine.stats()
-
-
-@in_cluster
-def test_an_actor_waits_for_a_trainer_that_does_not_read(tmp_path, monkeypatch):
-    class Counting(SimulatedEngine):
-        def step(self):
-            with open(tmp_path / "steps", "a") as file:
-                file.write(".")
-            return super().step()
-
-    engine = RayEngine(Counting(max_jump=1, lengths=lambda request: 400))
-    engine.start(SPEC)
-    worker = engine.make_worker(Admission(2))
-    worker.start_trace()
-    worker.start_round(ahead=True)
-    worker.submit([Request("a", [5], 0, Sampling(400))])
-    worker.step()
-    while os.path.getsize(tmp_path / "steps") < 400:
-        time.sleep(0.01)
-    link, read = engine.child.link, []
-    monkeypatch.setattr(link, "_next", lambda following=link._next: read.append(1) or following())
-    for _ in range(399):
-        engine.child.answer()
-    assert len(read) <= UNREAD + 2, "all that came later are in one object"
-    assert worker.abort() == [] and engine.stats().running == 0
-    engine.close()
 
 
 @in_cluster
@@ -340,7 +301,7 @@ class Later(TransformersEngine):
 def test_an_engine_on_another_node_tells_times_of_the_trainers_clock(
     monkeypatch, tiny_model, tiny_policy
 ):
-    monkeypatch.setattr(ActorLink, "is_here", False)
+    monkeypatch.setattr(ActorChild, "is_here", False)
     engine = RayEngine(Later())
     began = time.monotonic()
     engine.start(EngineSpec(tiny_model, 2, 64, (1,), policy=tiny_policy))

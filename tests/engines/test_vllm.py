@@ -401,16 +401,6 @@ def test_a_start_that_fails_late_can_be_closed(
     assert not torch.distributed.is_initialized()
 
 
-@needs_vllm
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_active_seqs"])
-def test_fewer_requests_than_slots_are_refused(tiny_model: str, name: str) -> None:
-    with (
-        pytest.raises(UsageError, match=rf"'{name}': 3.*4 slots.*ask for 3 slots"),
-        started(tiny_model, engine_kwargs={name: 3}),
-    ):
-        pass
-
-
 def test_settings_of_the_user_win(tiny_model: str, tiny_policy: PreTrainedModel) -> None:
     settings = {"dtype": "bfloat16", "engine_kwargs": {"block_size": 64}}
     with started(tiny_model, **settings) as engine:
@@ -425,7 +415,7 @@ def test_what_is_passed_on_changes_no_draw(tiny_model: str) -> None:
     with started(tiny_model) as engine:
         expected = draw(engine, count=4, length=60)
     for settings in (
-        {"block_size": 64, "max_num_batched_tokens": 256, "max_num_seqs": 9},
+        {"block_size": 64, "max_num_batched_tokens": 256},
         {"enable_prefix_caching": False, "num_gpu_blocks_override": 10, "watermark": 0.2},
         {"prefix_caching_hash_algo": "xxhash", "performance_mode": "throughput"},
     ):

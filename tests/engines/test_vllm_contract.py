@@ -39,7 +39,7 @@ CODE = (
 )
 """Modules of `lit_rlsched.engines` that reach into vLLM."""
 
-OURS = {"kept_noise", "kept_tensors", "received", "written", "lit_rlsched_noise"}
+OURS = {"kept_noise", "lit_rlsched_noise"}
 PLAIN = {"clear", "get", "items", "keys", "ravel", "removeprefix", "startswith", "tolist", "values"}
 PLAIN |= {"any", "max", "new_zeros", "get_state", "set_state"}
 """Methods of dictionaries, strings, arrays and torch's generators."""
@@ -63,8 +63,6 @@ BY_FRAME_OR_TYPE = {
     "PyNcclCommunicator.destroy",
     "NCCLWeightTransferInitInfo",
     "NCCLWeightTransferUpdateInfo",
-    "IPCWeightTransferInitInfo",
-    "IPCWeightTransferUpdateInfo",
 }
 """Touched where the code does not say whose they are."""
 

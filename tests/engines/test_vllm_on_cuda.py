@@ -13,7 +13,6 @@ import torch
 import vllm_build
 
 from lit_rlsched.engines import _vllm_guest as guest
-from lit_rlsched.engines import _vllm_worker as beside_model
 from lit_rlsched.engines._vllm_args import engine_args
 from lit_rlsched.engines.devices import driver
 from lit_rlsched.engines.spec import EngineSpec
@@ -119,7 +118,6 @@ def spec(slots: int, length: int = 1024, device: torch.device = CUDA) -> EngineS
         (4096, 1024, {}, 8192),
         (10_000, 1024, {}, 10_000),
         (4, 128, {}, 512),
-        (256, 1024, {"max_num_seqs": 9000}, 9000),
         (256, 1024, {"max_num_batched_tokens": 2048}, 2048),
     ],
 )
@@ -243,9 +241,6 @@ class SleepyLLM:
         self.memory = [address for tag in tags if (address := gpu.malloc(tag)) is not None]
         assert len(self.memory) == len(tags), "out of memory, it seems"
 
-    def collective_rpc(self, method: Any) -> None:
-        self.calls.append(method.__name__)
-
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
         self.gpu.allocator.sleep(("weights",) if level == 1 else ())
@@ -298,7 +293,7 @@ def test_memory_of_a_process_that_ends_is_left_alone(gpu: Driver, attribute: str
     engine.sleep()
     setattr(engine, attribute, True)
     engine.close()
-    assert calls == ["keep", "sleep 2"]
+    assert calls == ["sleep 2"]
 
 
 @needs_vllm
@@ -308,85 +303,8 @@ def test_weights_are_not_kept_in_the_sleep(gpu: Driver) -> None:
     kept = [data.cpu_backup_tensor for data in gpu.allocator.pointer_to_data.values()]
     assert kept == [None] * 3
     engine.wake()
-    assert calls == ["keep", "sleep 2", "wake_up", "put_back"]
+    assert calls == ["sleep 2", "wake_up"]
     awake, calls = sleepy(gpu, enable_sleep_mode=False)
     awake.sleep()
     awake.wake()
     assert not calls
-
-
-class Kernel:
-    """What a layer computes with: no module."""
-
-    def __init__(self) -> None:
-        self.slopes = torch.rand(4)
-        self.tables = [torch.rand(2), {"not": "a tensor"}]
-        self.size = 3
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.rand(3, 3))
-        self.router = torch.nn.Parameter(torch.rand(3))
-        self.register_buffer("angles", torch.rand(5), persistent=False)
-        self.scale = torch.rand(3)
-        self.transposed = self.weight.data.T
-        self.kv_cache = torch.rand(100)
-        self.on_meta = torch.empty(3, device="meta")
-        self.kernel = Kernel()
-
-
-class Model(torch.nn.Module):
-    """Says what it has loaded, as vLLM's do."""
-
-    says = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Layer(), Layer()])
-
-    def load_weights(self, weights: Any) -> set[str] | None:
-        loaded = set()
-        for name, tensor in weights:
-            self.get_parameter(name).data.copy_(tensor)
-            loaded.add(name)
-        return loaded if self.says else None
-
-
-def make_worker(model: Model) -> Any:
-    def reload_weights(weights_iterator: Any) -> None:
-        model.load_weights(weights_iterator)
-
-    return SimpleNamespace(
-        model_runner=SimpleNamespace(), get_model=lambda: model, reload_weights=reload_weights
-    )
-
-
-def everything(model: Model) -> list[torch.Tensor]:
-    own = [t for each in model.layers for t in (each.scale, each.kernel.slopes)]
-    return [*model.parameters(), *own, *(each.kernel.tables[0] for each in model.layers)]
-
-
-@pytest.mark.parametrize("synced", ["all", "some", "never", "unsaid"])
-def test_what_no_sync_brings_back_outlives_the_sleep(synced: str) -> None:
-    model = Model()
-    model.says = synced != "unsaid"
-    worker = make_worker(model)
-    weights = {name: torch.rand_like(p) for name, p in model.named_parameters()}
-    if synced == "some":
-        weights = {name: tensor for name, tensor in weights.items() if "router" not in name}
-    if synced != "never":
-        beside_model.load(worker, weights.items())
-        assert "load_weights" not in vars(model)
-    before = [tensor.clone() for tensor in everything(model)]
-    beside_model.keep(worker)
-    kept = len(worker.model_runner.kept_tensors)
-    assert kept == 6 + {"all": 0, "some": 2, "never": 4, "unsaid": 4}[synced]
-    for tensor in everything(model):
-        tensor.data.fill_(torch.nan)
-    beside_model.put_back(worker)
-    if synced != "never":
-        beside_model.load(worker, weights.items())
-    assert all(map(torch.equal, everything(model), before))
-    assert not worker.model_runner.kept_tensors

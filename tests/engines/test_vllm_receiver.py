@@ -1,10 +1,9 @@
-"""vLLM's side of weights from GPU to GPU: its own worker on CPU, with NCCL and CUDA IPC played."""
+"""vLLM's side of weights from GPU to GPU: its own worker on CPU, with NCCL played."""
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -38,23 +37,12 @@ def started(tiny_model: str) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-def switch(worker: Any, backend: str) -> None:
-    """Give a worker another of vLLM's transfer engines, as its start does."""
-    module: Any = import_module("vllm.distributed.weight_transfer.factory")
-    config = SimpleNamespace(backend=backend)
-    worker.worker.weight_transfer_engine = module.WeightTransferEngineFactory.create_engine(
-        config, worker.vllm_config, worker.device, worker.get_model()
-    )
-
-
 class Wire:
-    """Buffers on their way, in place of NCCL and of CUDA IPC."""
+    """Buffers on their way, in place of NCCL."""
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self) -> None:
         self.buffers: deque[torch.Tensor] = deque()
         self.init: Any = None
-        self.destroyed = 0
         self.disabled = False
 
     def open(self, init: Any, parallel_config: Any) -> "Wire":
@@ -64,29 +52,19 @@ class Wire:
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         tensor.copy_(self.buffers.popleft())
 
-    def rebuild(self, *handle: Any) -> torch.Tensor:
-        return self.buffers[int(handle[0])]
-
     def destroy(self) -> None:
-        self.destroyed += 1
+        """Called when the worker ends."""
 
     def send(self, engine: VLLMEngine, packed: PackedWeights, first: bool) -> None:
-        update = packed.described
         self.buffers.append(packed.data)
-        if self.backend == "ipc":
-            handle = (len(self.buffers) - 1, *[None] * 9)
-            update |= {"tensor_sizes": packed.sizes, "ipc_handles": {"GPU-0": handle}}
-        engine.receive_weights(update, first, packed.last)
+        engine.receive_weights(packed.described, first, packed.last)
 
 
-@pytest.fixture(params=["nccl", "ipc"])
-def wire(
-    request: pytest.FixtureRequest, started: VLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> Wire:
-    wire = Wire(request.param)
+@pytest.fixture
+def wire(started: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
     transfer = "vllm.distributed.weight_transfer"
     stream = SimpleNamespace(synchronize=lambda: None)
-    reductions = import_module("torch.multiprocessing.reductions")
     gpu = SimpleNamespace(uuid="GPU-0")
     for target, name, stand_in in (
         (import_module(f"{transfer}.nccl_engine"), "worker_init_process_group", wire.open),
@@ -95,11 +73,9 @@ def wire(
         (torch.cuda, "get_device_properties", lambda device: gpu),
         (torch.accelerator, "current_device_index", lambda: 0),
         (torch.accelerator, "synchronize", lambda: None),
-        (reductions, "rebuild_cuda_tensor", wire.rebuild),
     ):
         monkeypatch.setattr(target, name, stand_in)
-    started._live.collective_rpc(partial(switch, backend=request.param))
-    started.join_transfer(INIT if request.param == "nccl" else {})
+    started.join_transfer(INIT)
     return wire
 
 
@@ -126,50 +102,24 @@ def drawn(engine: VLLMEngine) -> list[tuple[list[int], list[float]]]:
     return [*found.values()]
 
 
-def state(worker: Any) -> dict[str, Any]:
-    weights = {name: each.clone() for name, each in worker.get_model().named_parameters()}
-    return {"weights": weights, "written": set(worker.model_runner.written)}
-
-
-def expected(engine: VLLMEngine, policy: PreTrainedModel) -> tuple[Any, Any]:
-    """State and draws after a sync as it is without a transfer; then other weights again."""
-    engine.sync_weights(named_weights(policy), 1)
-    (there,) = engine._live.collective_rpc(state)
-    tokens = drawn(engine)
-    others = ((name, torch.zeros_like(w)) for name, w in named_weights(policy))
-    engine.sync_weights(others, 2)
-    return there, tokens
-
-
-def check(engine: VLLMEngine, there: Any, tokens: Any) -> None:
-    (here,) = engine._live.collective_rpc(state)
-    torch.testing.assert_close(here["weights"], there["weights"], rtol=0, atol=0)
-    assert here["written"] == there["written"] == here["weights"].keys()
-    assert drawn(engine) == tokens, "also the packed copy of the tied head is new"
+def weights(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: each.clone() for name, each in worker.get_model().named_parameters()}
 
 
 def test_weights_are_those_of_a_sync_through_the_host(
     started: VLLMEngine, wire: Wire, policy: PreTrainedModel
 ) -> None:
-    there, tokens = expected(started, policy)
+    started.sync_weights(named_weights(policy), 1)
+    (expected,) = started._live.collective_rpc(weights)
+    tokens = drawn(started)
+    others = ((name, torch.zeros_like(w)) for name, w in named_weights(policy))
+    started.sync_weights(others, 2)
     stale = drawn(started)
     for i, packed in enumerate(packs(policy)):
         wire.send(started, packed, first=i == 0)
-    check(started, there, tokens)
-    assert stale != tokens
-
-
-def test_a_sync_that_broke_off_leaves_nothing_in_the_next(
-    started: VLLMEngine, wire: Wire, policy: PreTrainedModel
-) -> None:
-    there, tokens = expected(started, policy)
-    halves = [pack(group, last) for group, last in buckets(named_weights(policy), LIMIT // 3)]
-    for i, packed in enumerate(halves[: len(halves) // 2]):
-        packed.data.zero_()
-        wire.send(started, packed, first=i == 0)
-    for i, packed in enumerate(packs(policy)):
-        wire.send(started, packed, first=i == 0)
-    check(started, there, tokens)
+    (received,) = started._live.collective_rpc(weights)
+    torch.testing.assert_close(received, expected, rtol=0, atol=0)
+    assert drawn(started) == tokens != stale, "also the packed copy of the tied head is new"
 
 
 def test_nothing_is_loaded_while_requests_run(
@@ -185,13 +135,9 @@ def test_the_worker_knows_its_ranks_and_takes_each_message_as_one_buffer(
     started: VLLMEngine, wire: Wire
 ) -> None:
     assert started.gpus() == ["GPU-0"]
-    if wire.backend == "ipc":
-        return
     info = asdict(wire.init)
     assert INIT.items() <= info.items()
     assert info["packed"] and info["packed_buffer_size_bytes"] > 2**60
-    started.join_transfer({**INIT, "rank_offset": 1})
-    assert (wire.destroyed, wire.init.rank_offset) == (1, 1), "the group before is left"
     wire.disabled = True
     with pytest.raises(RuntimeError, match="vLLM cannot load NCCL"):
         started.join_transfer(INIT)
@@ -221,5 +167,5 @@ def test_vllm_gets_the_backend(tiny_model: str) -> None:
     args = import_module("lit_rlsched.engines._vllm_args")
     engine, spec = VLLMEngine(), EngineSpec(tiny_model, 4, 128, ())
     assert "weight_transfer_config" not in args.engine_args(engine, spec)
-    engine.weight_transfer = "ipc"
-    assert args.engine_args(engine, spec)["weight_transfer_config"] == {"backend": "ipc"}
+    engine.weight_transfer = "nccl"
+    assert args.engine_args(engine, spec)["weight_transfer_config"] == {"backend": "nccl"}

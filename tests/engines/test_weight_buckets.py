@@ -1,11 +1,8 @@
 """How weights are packed for vLLM's weight transfer, and what each rank does for it."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from threading import Barrier, Event, local
 from typing import Any
 
 import hypothesis
@@ -14,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lit_rlsched.engines import weight_transfer
 from lit_rlsched.engines.weight_transfer import pack, packed_weights
 from lit_rlsched.engines.weights import PackedWeights, buckets
 from lit_rlsched.ranks import Team
@@ -70,100 +66,37 @@ def mixed() -> list[tuple[str, Tensor]]:
 def test_vllm_unpacks_what_was_packed() -> None:
     unpack: Any = import_module("vllm.distributed.weight_transfer.packed_tensor").unpack_tensor
     packed = pack(named := mixed(), last=True)
-    found = unpack(packed.data, packed.names, packed.shapes, packed.dtypes, packed.sizes)
+    found = unpack(packed.data, packed.names, packed.shapes, packed.dtypes, sizes(packed))
     assert dict(found).keys() == dict(named).keys()
     for name, tensor in found:
         torch.testing.assert_close(tensor, dict(named)[name], rtol=0, atol=0)
 
 
+def sizes(packed: PackedWeights) -> list[int]:
+    pairs = zip(packed.dtypes, packed.shapes, strict=True)
+    return [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in pairs]
+
+
 def test_tensors_begin_where_their_type_can() -> None:
     packed = pack(mixed(), last=False)
-    starts = [sum(packed.sizes[:i]) for i in range(len(packed.sizes))]
+    starts = [sum(sizes(packed)[:i]) for i in range(len(packed.names))]
     for start, dtype in zip(starts, packed.dtypes, strict=True):
         assert start % dtype.itemsize == 0
     assert packed.names == ["norm", "scale", "a", "b"]
-    assert sum(packed.sizes) == packed.data.numel() and not packed.last
+    assert sum(sizes(packed)) == packed.data.numel() and not packed.last
 
 
 def test_matrices_are_rounded_before_they_are_packed() -> None:
     named = [("matrix", torch.ones(4, 4)), ("norm", torch.ones(4))]
-    (packed,) = packed_weights(named, BF16, [], Team())
+    (packed,) = packed_weights(named, BF16, Team())
     assert dict(zip(packed.names, packed.dtypes, strict=True)) == {"norm": FP32, "matrix": BF16}
-    assert packed.last and packed.handles == {}
+    assert packed.last
 
 
-class RanksTeam(Team):
-    """One of several ranks, each a thread."""
+def test_ranks_that_only_gather_keep_nothing() -> None:
+    class Follower(Team):
+        rank = 1
 
-    def __init__(self, rank: int, barrier: Barrier, box: list[Any]) -> None:
-        self.rank, self._barrier, self._box = rank, barrier, box
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self._box[self.rank] = value
-        self._barrier.wait(timeout=10)
-        found = [*self._box]
-        self._barrier.wait(timeout=10)
-        return found
-
-
-def on_ranks(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, gpus: list[str], seen: Any = None
-) -> list[list[PackedWeights]]:
-    """Buckets that each rank yields, on GPUs of their own; every byte of a tensor is its rank."""
-    here = local()
-    monkeypatch.setattr(weight_transfer, "buckets", partial(buckets, limit=8))
-    monkeypatch.setattr(weight_transfer, "gpu_of", lambda device: f"GPU-{here.rank}")
-    monkeypatch.setattr(
-        weight_transfer, "handle_of", lambda data: {f"GPU-{here.rank}": ("handle", int(data[0]))}
-    )
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    barrier, box = Barrier(ranks), [None] * ranks
-
-    def rank(index: int) -> list[PackedWeights]:
-        here.rank, found = index, []
-        named = [(f"w{i}", torch.full((6,), index, dtype=torch.uint8)) for i in range(3)]
-        for packed in packed_weights(named, FP32, gpus, RanksTeam(index, barrier, box)):
-            found.append(packed)
-            if seen is not None:
-                seen(index, packed)
-        if seen is not None and index:
-            seen(index, None)
-        return found
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return [*pool.map(rank, range(ranks))]
-
-
-def test_every_rank_on_an_engines_gpu_exports_its_own_buffer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    leader, second, third = on_ranks(monkeypatch, 3, ["GPU-0", "GPU-2"])
-    assert [packed.names for packed in leader] == [["w0"], ["w1"], ["w2"]]
-    assert [packed.last for packed in leader] == [False, False, True]
-    for packed in leader:
-        assert packed.handles == {"GPU-0": ("handle", 0), "GPU-2": ("handle", 2)}
-    assert second == [], "an export that nobody reads would stay in memory"
-    assert [packed.names for packed in third] == [packed.names for packed in leader]
-
-
-def test_no_rank_goes_on_before_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The leader asks for the next bucket once the engines have read this one."""
-    order: list[str] = []
-    ended = Event()
-
-    def seen(rank: int, packed: PackedWeights | None) -> None:
-        if packed is None:
-            ended.set()
-        else:
-            order.append(packed.names[0])
-            if rank == 0:
-                assert not ended.wait(0.1), "the other rank keeps its buffer"
-
-    on_ranks(monkeypatch, 2, ["GPU-0", "GPU-1"], seen)
-    assert order == ["w0", "w0", "w1", "w1", "w2", "w2"]
-
-
-def test_ranks_that_only_gather_keep_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, follower = on_ranks(monkeypatch, 2, [])
-    assert len(leader) == 3 and follower == []
-    assert all(packed.handles == {} for packed in leader)
+    gathered: list[str] = []
+    named = ((gathered.append(name) or name, tensor) for name, tensor in tensors(4, 4))
+    assert [*packed_weights(named, FP32, Follower())] == [] and gathered == ["w0", "w1"]

@@ -4,7 +4,7 @@ No test sends anything over a GPU. `test_vllm_receiver.py` has vLLM's side of it
 """
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,8 +24,8 @@ from lit_rlsched.engines.devices import check_devices, variables_of
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Sizes
 from lit_rlsched.engines.weight_transfer import WeightTransfer, pack
-from lit_rlsched.engines.weights import PackedWeights, WeightSource
-from lit_rlsched.settings import UsageError
+from lit_rlsched.engines.weights import HandedWeights, PackedWeights, WeightSource
+from lit_rlsched.settings import RunFailed, UsageError
 
 SPEC = EngineSpec("", 4, 64, (1,), device=torch.device("cuda", 0))
 
@@ -37,14 +37,14 @@ class World:
     log: list[Any] = field(default_factory=list)
     dies: Callable[[str, str], bool] = lambda engine, call: False
     waits: Callable[[str, str], bool] = lambda engine, call: False
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Child:
     """An engine's process."""
 
     def __init__(self, engine: "Engine") -> None:
-        self.engine, self.killed = engine, threading.Event()
-        self.link = SimpleNamespace(kill=self.killed.set)
+        self.engine = engine
 
     def call(self, *message: Any) -> Any:
         what, call, *arguments = message
@@ -52,8 +52,7 @@ class Child:
         world, name = self.engine.world, self.engine.name
         world.log.append((name, call, *arguments))
         if world.waits(name, call):
-            assert self.killed.wait(10)
-            raise EngineDied
+            assert world.ended.wait(10)
         if world.dies(name, call):
             raise EngineDied
         return self.engine.gpus if call == "gpus" else None
@@ -71,35 +70,24 @@ class Engine:
         self.child = Child(self)
 
     def revive(self) -> None:
-        self.world.log.append((self.name, "revive"))
-        self.child = Child(self)
-
-    def stepped(self) -> None:
-        self.world.log.append((self.name, "stepped"))
-
-    def forget_weights(self) -> None:
-        self.world.log.append((self.name, "forget_weights"))
+        raise RunFailed(f"{self.numbered_name} died")
 
 
 class Source(WeightSource):
     """Weights of a number of buckets."""
 
-    def __init__(self, world: World, count: int = 2, gpus: Sequence[str] = ()) -> None:
-        self.world, self.count, self.gpus = world, count, gpus
+    def __init__(self, world: World, count: int = 2) -> None:
+        self.world, self.count = world, count
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError
 
-    def packed(
-        self, dtype: torch.dtype, gpus: Collection[str]
-    ) -> Generator[PackedWeights, None, None]:
+    def packed(self, dtype: torch.dtype) -> Generator[PackedWeights, None, None]:
         try:
             for i in range(self.count):
                 self.world.log.append(("trainer", "gather", i))
-                bucket = pack([(f"w{i}", torch.full((2, 2), i, dtype=dtype))], i == self.count - 1)
-                for gpu in self.gpus:
-                    bucket.handles[gpu] = (f"handle {i} of {gpu}",)
-                yield bucket
+                weight = torch.full((2, 2), i, dtype=dtype)
+                yield pack([(f"w{i}", weight)], i == self.count - 1)
         finally:
             self.world.log.append(("trainer", "gathered"))
 
@@ -151,7 +139,7 @@ def calls(world: World, *names: str) -> list[tuple[Any, ...]]:
 
 def test_each_engine_joins_with_its_own_ranks(world: World) -> None:
     engines = [Engine(world, i, f"GPU-{i}a", f"GPU-{i}b") for i in range(3)]
-    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+    WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     joins = {entry[0]: entry[2] for entry in world.log if entry[1] == "join_transfer"}
     ((_, common),) = calls(world, "open")
     assert common["master_address"] == "127.0.0.1" and common["world_size"] == 7
@@ -165,20 +153,17 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
     world: World,
 ) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
-    transfer = WeightTransfer("nccl", SPEC, engines)
-    sent = transfer.write(Source(world), torch.bfloat16)
-    assert sent.dtype == torch.bfloat16
+    transfer = WeightTransfer(SPEC, engines)
+    assert [*transfer.write(Source(world), torch.bfloat16)] == []
     ready = max(i for i, entry in enumerate(world.log) if entry[1] in ("join_transfer", "open"))
     assert world.log.index(("trainer", "gather", 0)) > ready
     update = {"names": ["w0"], "dtype_names": ["bfloat16"], "shapes": [[2, 2]]}
     for name in ("e0", "e1"):
         asked = [e[1:] for e in world.log if e[0] == name and e[1] != "join_transfer"]
         assert asked == [
-            ("forget_weights",),
             ("gpus",),
             ("receive_weights", update, True, False),
             ("receive_weights", {**update, "names": ["w1"]}, False, True),
-            ("stepped",),
         ]
     trainer = [entry[1:3] for entry in world.log if entry[0] == "trainer"]
     assert trainer[2:] == [
@@ -191,7 +176,7 @@ def test_nccl_gathers_when_all_are_ready_and_sends_one_message_for_each_bucket(
 
 
 def test_the_second_sync_finds_the_group_open(world: World) -> None:
-    transfer = WeightTransfer("nccl", SPEC, [Engine(world, 0, "GPU-1")])
+    transfer = WeightTransfer(SPEC, [Engine(world, 0, "GPU-1")])
     transfer.write(Source(world), torch.bfloat16)
     world.log.clear()
     transfer.write(Source(world), torch.bfloat16)
@@ -199,59 +184,21 @@ def test_the_second_sync_finds_the_group_open(world: World) -> None:
     assert len(calls(world, "gpus")) == 1, "every worker is asked whether it is ready"
 
 
-def test_ipc_hands_out_the_handles_of_all_ranks(world: World) -> None:
-    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T", "GPU-2"]), torch.bfloat16)
-    assert calls(world, "join_transfer") == [("join_transfer", {})] * 2
-    update = {
-        "names": ["w0"],
-        "dtype_names": ["bfloat16"],
-        "shapes": [[2, 2]],
-        "tensor_sizes": [8],
-        "ipc_handles": {"GPU-T": ("handle 0 of GPU-T",), "GPU-2": ("handle 0 of GPU-2",)},
-    }
-    assert calls(world, "receive_weights") == [("receive_weights", update, True, True)] * 2
-    assert not calls(world, "open", "broadcast")
-
-
 # Deaths
 
 
 @pytest.mark.parametrize("when", ["gpus", "join_transfer", "receive_weights"])
-def test_an_engine_that_dies_is_replaced_and_everything_is_sent_again(
+def test_an_engine_that_dies_ends_the_run_though_another_waits_for_it(
     world: World, when: str
 ) -> None:
-    engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-2")]
-    left = iter([True])
-    world.dies = lambda name, call: (name, call) == ("e1", when) and next(left, False)
-    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
-    assert [e for e in world.log if e[1] == "revive"] == [("e1", "revive")]
-    again = world.log[world.log.index(("e1", "revive")) :]
-    assert [e[0] for e in again if e[1] == "join_transfer"] in (["e0", "e1"], ["e1", "e0"])
-    received = [(e[0], *e[3:]) for e in again if e[1] == "receive_weights"]
-    assert sorted(received) == [
-        ("e0", False, True),
-        ("e0", True, False),
-        ("e1", False, True),
-        ("e1", True, False),
-    ]
+    engines = [Engine(world, i, f"GPU-{i}") for i in range(3)]
+    world.dies = lambda name, call: (name, call) == ("e1", when)
+    world.waits = lambda name, call: name == "e2" and call == when != "gpus"
+    with pytest.raises(RunFailed, match="engine 1 died"):
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     if when == "receive_weights":
         assert world.log.index(("trainer", "destroy")) < world.log.index(("trainer", "gathered"))
-        assert world.log.index(("trainer", "gathered")) < world.log.index(("e1", "revive"))
-
-
-def test_an_engine_that_waits_for_a_dead_one_is_replaced_too(world: World) -> None:
-    engines = [Engine(world, i, f"GPU-{i}") for i in range(3)]
-    failing = threading.Event()
-    failing.set()
-    world.dies = lambda name, call: (name, call) == ("e1", "receive_weights") and failing.is_set()
-    world.waits = lambda name, call: (name, call) == ("e2", "receive_weights") and failing.is_set()
-    for engine in engines:
-        revive = engine.revive
-        engine.revive = lambda revive=revive: (failing.clear(), revive())  # type: ignore[method-assign]
-    WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
-    assert {e[0] for e in world.log if e[1] == "revive"} == {"e1", "e2"}
-    assert calls(world, "destroy")
+    world.ended.set()
 
 
 def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> None:
@@ -265,24 +212,9 @@ def test_an_error_of_an_engine_is_raised_while_the_others_wait(world: World) -> 
 
     engines[0].child.call = fail  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="no such layer"):
-        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
-    assert calls(world, "destroy") and not calls(world, "revive")
-    engines[1].child.killed.set()
-
-
-def test_one_engine_alone_is_sent_the_weights_again(world: World) -> None:
-    engines = [Engine(world, i, f"GPU-{i}") for i in range(2)]
-    transfer = WeightTransfer("nccl", SPEC, engines)
-    sent = transfer.write(Source(world), torch.bfloat16)
-    engines[1].child = Child(engines[1])
-    world.log.clear()
-    transfer.send(sent, [engines[1]])
-    assert not [entry for entry in world.log if entry[0] == "e0"], "it decodes meanwhile"
-    assert [where["world_size"] for _, where in calls(world, "open")] == [2]
-    world.log.clear()
-    transfer.write(Source(world), torch.bfloat16)
-    sizes = [where["world_size"] for _, where in calls(world, "open")]
-    assert sizes == [3], "all are in one group again"
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
+    assert calls(world, "destroy")
+    world.ended.set()
 
 
 # Refusals
@@ -292,26 +224,14 @@ def test_the_trainers_own_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1"), Engine(world, 1, "GPU-T")]
     message = r"`Engine\(weight_transfer='nccl'\)`: engine 1 is on GPU-T, the trainer's .* Do this"
     with pytest.raises(UsageError, match=message):
-        WeightTransfer("nccl", SPEC, engines).write(Source(world), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
     assert not calls(world, "open", "gather")
 
 
-@pytest.mark.parametrize("kind", ["ipc", "nccl"])
-def test_two_engines_on_one_gpu(world: World, kind: Any) -> None:
+def test_two_engines_on_one_gpu(world: World) -> None:
     engines = [Engine(world, 0, "GPU-1", "GPU-2"), Engine(world, 1, "GPU-2")]
     with pytest.raises(UsageError, match="engine 0 and engine 1 are both on GPU-2"):
-        WeightTransfer(kind, SPEC, engines).write(Source(world), torch.bfloat16)
-
-
-def test_an_engine_where_nobody_trains(world: World) -> None:
-    engines = [Engine(world, 0, "GPU-T"), Engine(world, 1, "GPU-2")]
-    with pytest.raises(UsageError, match=r"no rank .* GPU-2, the GPU of engine 1\. Train on as"):
-        WeightTransfer("ipc", SPEC, engines).write(Source(world, 1, ["GPU-T"]), torch.bfloat16)
-
-
-def test_weights_that_can_be_read_once(world: World) -> None:
-    with pytest.raises(UsageError, match="WeightSource"):
-        WeightTransfer("ipc", SPEC, [Engine(world, 0, "GPU-T")]).write(iter(()), torch.bfloat16)
+        WeightTransfer(SPEC, engines).write(Source(world), torch.bfloat16)
 
 
 # Where engines are
@@ -333,89 +253,45 @@ def test_with_nccl_the_first_gpus_are_the_trainers(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_engine_in_the_process_is_told() -> None:
-    engine = ProcessEngine(VLLMEngine(), weight_transfer="ipc")
-    assert engine.engine.weight_transfer == "ipc"
+    engine = ProcessEngine(VLLMEngine(), weight_transfer="nccl")
+    assert engine.engine.weight_transfer == "nccl"
     pool = EnginePool.of(engine, 2)
-    assert pool.weight_transfer == "ipc"
-    assert [e.engine.weight_transfer for e in pool.engines] == ["ipc", "ipc"]  # type: ignore[attr-defined]
+    assert pool.weight_transfer == "nccl"
+    assert [e.engine.weight_transfer for e in pool.engines] == ["nccl", "nccl"]  # type: ignore[attr-defined]
     assert ProcessEngine().engine.weight_transfer is None
 
 
 def test_engines_of_a_pool_share_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    pool = EnginePool.of(ProcessEngine(weight_transfer="ipc"), 2)
+    pool = EnginePool.of(ProcessEngine(weight_transfer="nccl"), 2)
     first, second = pool.engines
     assert isinstance(first, ProcessEngine) and isinstance(second, ProcessEngine)
     first.reserve(SPEC, pool.engines)
     assert first._transfer is not None and first._transfer is second._transfer
-    assert first._new_store() is first._transfer
     first.close()
     assert first._transfer is None
 
 
-def test_what_was_sent_is_not_handed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced engine gets the weights from the GPU, but none once the policy changes."""
-    engine = ProcessEngine(weight_transfer="ipc")
-    sends: list[str] = []
-    sent = weight_transfer.SentWeights(Source(World()), torch.bfloat16)
+def test_what_was_sent_is_not_handed_over_again_nor_a_dead_process_replaced() -> None:
+    engine = ProcessEngine(weight_transfer="nccl")
+    sends: list[Any] = []
+    source = Source(World())
     engine._spec = SPEC
     engine._store = engine._transfer = SimpleNamespace(  # type: ignore[assignment]
-        write=lambda named, dtype: sends.append("all") or sent,
-        send=lambda weights, engines: sends.append(f"one, {engine._weights}"),
-        close=lambda: None,
+        write=lambda named, dtype: sends.append(named) or HandedWeights(), close=lambda: None
     )
-    engine.sync_weights(sent.source, 3)
-    assert sends == ["all"] and engine._weights == (sent, 3)
-
-    answers = SimpleNamespace(call=lambda *message: (16, 1000), close=lambda: None)
-    monkeypatch.setattr("lit_rlsched.engines.process_engine.Child", lambda *args: answers)
-    monkeypatch.setattr(engine, "_connect", lambda spec: None)
-    monkeypatch.setattr("lit_rlsched.engines.process_engine.give_back", lambda device: None)
-    engine._launch()
-    assert sends == ["all", "one, None"], "it may die again, and is then not sent them twice"
-    assert engine._weights == (sent, 3)
-    monkeypatch.setattr(engine, "_insist", lambda *message: None)
-    engine.sleep()
-    assert engine._weights is None
-    engine.close()
-
-
-def test_a_process_cannot_be_replaced_while_the_policy_is_trained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As when the next round is drawn beside the update: other weights would draw unnoticed."""
-    sent = weight_transfer.SentWeights(Source(World()), torch.bfloat16)
-
-    def decoding() -> ProcessEngine:
-        engine = ProcessEngine(weight_transfer="nccl")
-        engine._spec, engine._weights = SPEC, (sent, 3)
-        engine._child = SimpleNamespace(  # type: ignore[assignment]
-            kill=lambda: "was killed (SIGKILL)", close=lambda: None
-        )
-        monkeypatch.setattr(engine, "_launch", lambda: None)
-        return engine
-
-    pool = EnginePool([decoding(), decoding()])
-    pool.policy_changes()
-    message = r"The process of the engine was killed \(SIGKILL\) while the policy was trained"
-    with pytest.raises(RuntimeError, match=message):
-        pool.engines[0].revive()  # type: ignore[attr-defined]
-    assert not pool.engines[0].alive  # type: ignore[attr-defined]
-
-    (_, later) = pool.engines
-    monkeypatch.setattr(later, "_insist", lambda *message: None)
-    later.sleep()  # the round is over: the next one begins with a sync
-    with pytest.warns(UserWarning, match="another one takes its place"):
-        later.revive()  # type: ignore[attr-defined]
-
-    copied = decoding()
-    copied._weights = (SimpleNamespace(), 3)  # type: ignore[assignment]
-    copied.policy_changes()
-    with pytest.warns(UserWarning, match="another one takes its place"):
-        copied.revive()  # it has a copy in host memory
+    engine._child = SimpleNamespace(  # type: ignore[assignment]
+        kill=lambda: "died of SIGKILL", close=lambda: None
+    )
+    engine.sync_weights(source, 3)
+    assert sends == [source]
+    message = r"The process of the engine died of SIGKILL\. .* keeps no copy .* last checkpoint"
+    with pytest.raises(RunFailed, match=message):
+        engine.revive()
+    assert not engine.alive
 
 
 def test_nothing_is_handed_over_through_the_host(tiny_model: str) -> None:
     spec, sizes = EngineSpec(tiny_model, 4, 64, (1,)), Sizes(1000, 4, 2**30)
     assert ProcessEngine().footprint(spec, sizes).handed_over == 4000
-    assert ProcessEngine(weight_transfer="ipc").footprint(spec, sizes).handed_over == 0
+    assert ProcessEngine(weight_transfer="nccl").footprint(spec, sizes).handed_over == 0

@@ -6,21 +6,16 @@ import pickle
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from lightning import Trainer
-from said_turns import SaidTurns, chat_model
-from seen_rounds import Rounds
 from tool_families import tokenizer_of
 from worlds import look, wait_and_look
 
-from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.environments.chat import ToolChat
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rollout.packing import pack, unpack
 from lit_rlsched.text import as_text
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
-from lit_rlsched.workers.messages import packed_row
+from lit_rlsched.workers.pool import packed_row
 
 
 def nested(levels, begin="[", end="]"):
@@ -102,62 +97,3 @@ def _answer(scheduler):
     while not (answers := scheduler.poll()):
         scheduler.wait(1.0)
     return answers[0]
-
-
-def parsed(completions, log_extra, **columns):
-    """As rewards do that read what a model wrote."""
-    depth = 500 if "sing" in str(completions[0]) else 50
-    log_extra("read", [json.loads("[" * depth + "]" * depth)])
-    return [float(len(str(completions[0])) % 7)]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_whatever_is_written(tmp_path):
-    """Its table, its page, its checkpoint and the run that is resumed from it too."""
-    odd = ("nan", "beyond floats", "half a pair", "lists, 900 deep")
-    texts = [written(("look", "key", ODD[name])) for name in odd]
-    texts += [written(("\ud800", "self", '"<|im_end|>"')), written(("sing", "key", "1"))]
-    model = chat_model(tmp_path / "model")
-    rows = [{"prompt": [{"role": "user", "content": f"{i} "}]} for i in range(len(texts) // 2)]
-
-    def script(prompt, index):
-        number = int(prompt.rpartition("user\n")[2].split()[0])
-        return [texts[2 * number + index], "end"]
-
-    def run(max_epochs, **given):
-        seen = Rounds()
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=max_epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path / "run",
-            callbacks=[RolloutLogger(num_completions=99), seen],
-        )
-        data = RolloutDataModule(
-            rows,
-            [parsed],
-            tools=[look],
-            engine=SaidTurns(TOKENIZER, script),
-            prompts_per_round=len(rows),
-            num_generations=2,
-            max_completion_length=2000,
-            micro_batch_tokens=8000,
-            verify_sync=False,
-        )
-        trainer.fit(GRPOModule(model), datamodule=data, **given)
-        return trainer, seen.rounds[-1]
-
-    trainer, first = run(1)
-    assert {c.dropped for c in first.completions} == {None}
-    assert first.metrics["tools/call_frequency"] > 0.5
-    assert first.metrics["tools/failure_frequency"] > 0.5
-    assert 0 < first.metrics["tools/unparsed_frequency"] < 0.5
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
-    _, second = run(2, ckpt_path=tmp_path / "one.ckpt")
-    assert len(second.completions) == len(first.completions)
-    lines = (tmp_path / "run/completions.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * len(first.completions)
-    assert (tmp_path / "run/report.html").exists()

@@ -115,12 +115,6 @@ def test_other_settings(nodes, kind, name, others, ours):
     assert f"Rank 1 on h2 has `{name}={others}`, and rank 0 on h1 has `{name}={ours}`" in said, said
 
 
-def test_parts_of_a_checkpoint_on_two_disks(nodes):
-    said = refused(nodes.start("run", strategy="folders"))
-    assert "rank 1 on h2 does not see the folder of rank 0 on h1" in said
-    assert not [*nodes.hosts[0].path(nodes.folder).glob(".shared-*")]
-
-
 def test_a_checkpoint_that_one_host_has(nodes):
     """The run goes on where all have it, also on one host, and is refused where one has not."""
     whole = nodes.run("whole", strategy="ddp", **EXACT)

@@ -26,21 +26,18 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import StrategyRegistry
 from plain_module import Plain
 from struck_engines import struck
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.engines import process_engine
+from lit_rlsched.engines import child
 from lit_rlsched.run import run_config, same_ranks, training_run
-from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 from lit_rlsched.training import weight_sync
 
-StrategyRegistry.register("folders", FSDP2Strategy, save_distributed_checkpoint=True)
 LIMIT = 200.0
 """Seconds after which a run counts as hanging."""
 
@@ -147,7 +144,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
     same_ranks.SLOW, limit = more.get("waits", (same_ranks.SLOW, None))
     if "hang" in more:
-        process_engine.ANSWER = more["hang"]
+        child.ANSWER = more["hang"]
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]
@@ -218,7 +215,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
         "rounds": recorder.rounds,
         "losses": recorder.losses,
         "hooks": recorder.hooks,
-        "shares": None if more.get("plain") else module._sharing.works,
+        "shares": None if more.get("plain") else module.row_cost() is not None,
         "weights": hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest(),
         "metrics": {k: v for k, v in metrics.items() if not k.startswith("time/")},
         "counters": dict(datamodule.run.counters),

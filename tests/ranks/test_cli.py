@@ -2,7 +2,6 @@
 
 import csv
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -44,11 +43,6 @@ def fit(folder, *args, start=("-m",)):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
 
 
-def counted(output):
-    """MiB in the update, as the summary at the start says."""
-    return float(re.search(r"([\d.]+) MiB in\s+the update", output)[1])
-
-
 def test_two_processes_write_one_run_that_resumes(tmp_path):
     """Lightning starts the run, and torchrun goes on with it."""
     folder = tmp_path / "run"
@@ -57,11 +51,9 @@ def test_two_processes_write_one_run_that_resumes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("Next:") == 1
     assert done.stdout.count("round 2/2:") == 1
-    whole = counted(done.stdout)
     longer = ["--ckpt_path=last", "--trainer.max_epochs=3", "--trainer.strategy=fsdp2"]
     done = fit(tmp_path, *longer, options[1], start=TORCHRUN)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert counted(done.stdout) < whole  # a rank of FSDP2 has a part of the policy
     assert done.stdout.count("round 3/3:") == 1 and "round 2/3" not in done.stdout
     rows = csv.DictReader((folder / "metrics/version_0/metrics.csv").open())
     assert [int(float(row["rollout/round"])) for row in rows if row.get("reward")]
@@ -101,21 +93,13 @@ def fit_as_torchrun(folder, *options):
         return [*threads.map(rank, range(2))]
 
 
-SLOTS = [
-    "--trainer.callbacks+=MicroGroupSampling",
-    "--trainer.callbacks.slots=7",
-    "--data.num_engines=2",
-]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (2 * [["--data.num_engines=3"]], "`num_engines=3` is more than `prompts_per_round=2`"),
-        (2 * [SLOTS], "`MicroGroupSampling(slots=7)` with `num_engines=2`: "),
         ([[], ["--data.seed=4"]], "Rank 1 has `seed=4`, and rank 0 has `seed=0`"),
     ],
-    ids=["engines", "slots", "seed"],
+    ids=["engines", "seed"],
 )
 def test_a_wrong_setting_of_two_ranks_is_told_without_a_traceback(tmp_path, options, words):
     for done in fit_as_torchrun(tmp_path, *options):

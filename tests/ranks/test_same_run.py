@@ -15,18 +15,9 @@ from lit_rlsched.run.checks import check_strategy
 from lit_rlsched.run.fsdp2 import FSDP2Strategy
 from lit_rlsched.settings import UsageError
 
-EXACT = {"precision": "64-true", "rounds": 6}
-
 
 def test_ddp_and_fsdp2_are_the_run_of_one_rank(run):
     check_same(run(ALONE, DDP, FSDP2), 1e-6)
-
-
-@pytest.mark.slow
-def test_six_rounds_in_double_precision(run, exact_model):
-    four = {"ranks": 4, "strategy": "fsdp2"}
-    results = run(*({**EXACT, **r} for r in (ALONE, DDP, FSDP2, four)), model=exact_model)
-    check_same(results, 1e-11)  # six steps of Adam magnify rounding: up to 1.2e-12 seen
 
 
 VARIANTS = {
@@ -80,8 +71,7 @@ def test_variants(run, exact_model, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [{}, {"engine": "TransformersEngine", "num_engines": 2}])
-def test_tools(run, exact_model, tmp_path, own):
+def test_tools(run, exact_model, tmp_path):
     with_tools(AutoTokenizer.from_pretrained(exact_model)).save_pretrained(tmp_path / "tools")
     settings = {
         "train_data": CHATS,
@@ -90,9 +80,8 @@ def test_tools(run, exact_model, tmp_path, own):
         "max_completion_length": 96,
         "micro_batch_tokens": 512,
     }
-    engine = {name: own[name] for name in own if name == "engine"}
-    data = settings | {name: own[name] for name in own if name == "num_engines"}
-    exact = {"precision": "64-true", "data": data, **engine}
+    data = settings | {"num_engines": 2}
+    exact = {"precision": "64-true", "data": data, "engine": "TransformersEngine"}
     check_same(run(*({**exact, **r} for r in (ALONE, DDP, FSDP2)), model=exact_model), 1e-9)
 
 
@@ -118,15 +107,10 @@ def test_adapters_alone_reach_vllm(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True])
-def test_completions_share_a_prompt_on_all_ranks(run, exact_model, streamed):
+def test_completions_share_a_prompt_on_all_ranks(run, exact_model):
     exact = {"precision": "64-true", "long_prompts": True}
     exact["data"] = {"max_completion_length": 8, "micro_batch_tokens": 512}
-    if streamed:
-        exact |= {
-            "callbacks": {"StreamedTraining": {"start": 0}},
-            "engine": "TransformersEngine",
-        }
+    exact |= {"callbacks": {"StreamedTraining": {"start": 0}}, "engine": "TransformersEngine"}
     results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
     check_same(results, 1e-12)
     assert all(rank["shares"] is True for result in results for rank in result["ranks"])
@@ -145,13 +129,15 @@ def test_drafts_and_automatic_optimization_with_ddp(run, exact_model):
     plain = {"plain": True}
     for variant in (window, overtaking, mixed, plain):
         exact = {"precision": "64-true", **variant}
-        check_same(run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model), 1e-12)
+        results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
+        # gradients are summed in another order: 1e-17 of one as small as AdamW's eps of 1e-8 is a
+        # billionth of the step, up to lr * 1e-9 = 1e-12 after each of at most eight steps
+        check_same(results, 1e-11)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_half_precision(run, precision):
-    alone, *others = run(*({"precision": precision, **r} for r in (ALONE, DDP, FSDP2)))
+def test_half_precision(run):
+    alone, *others = run(*({"precision": "bf16-mixed", **r} for r in (ALONE, DDP, FSDP2)))
     for result in (alone, *others):
         assert set(result["codes"]) == {0}, "\n".join(result["said"])[-6000:]
     for other in others:
@@ -180,11 +166,6 @@ REFUSED = {
         DDP,
         "`num_engines=2`: each engine has the same number of slots. Use 6 slots",
     ),
-    "seeds": (
-        {"of_rank": {"1": {"data": {"seed": 4}}}},
-        FSDP2,
-        "Rank 1 has `seed=4`, and rank 0 has `seed=3`",
-    ),
     "versions": (
         {"of_rank": {"1": {"version": "0.0.1"}}},
         DDP,
@@ -206,8 +187,7 @@ def test_what_cannot_be_shared_is_refused_by_name_on_every_rank(run):
     [
         (FSDPStrategy(), "`FSDPStrategy` is not supported with 2 processes"),
         (DDPStrategy(start_method="fork"), "starts its 2 processes from this one"),
-        (ModelParallelStrategy(), "splits layers over devices"),
-        (ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2), "size=2"),
+        (ModelParallelStrategy(), "`ModelParallelStrategy` is not supported with 2 processes"),
     ],
 )
 def test_other_strategies_are_refused_with_the_fix(strategy, words):
@@ -218,9 +198,7 @@ def test_other_strategies_are_refused_with_the_fix(strategy, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "strategy", [DDPStrategy(), FSDP2Strategy(), ModelParallelStrategy(2, tensor_parallel_size=1)]
-)
+@pytest.mark.parametrize("strategy", [DDPStrategy(), FSDP2Strategy()])
 def test_strategies_that_work(strategy):
     check_strategy(SimpleNamespace(strategy=strategy, world_size=2))
 

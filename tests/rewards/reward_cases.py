@@ -5,7 +5,6 @@ import ctypes
 import gc
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -85,11 +84,6 @@ def strict(prompts, completions, completion_ids, answer, trainer_state, log_extr
     return [float(answer[0] == completions[0])]
 
 
-async def slow_judge(completions: list[str], **kwargs: Any) -> list[float]:
-    await asyncio.sleep(0.3)
-    return [float(len(completions[0]))]
-
-
 async def judge(completions: list[str], **kwargs: Any) -> Any:
     if completions[0] == "await forever":
         await asyncio.sleep(1e6)
@@ -161,9 +155,6 @@ def eat(completions: list[str], **kwargs: Any) -> list[float]:
         case "in another process":
             code = "b = bytearray(4 << 30)"
             subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL)
-        case "after raising the limit":
-            resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-            bytearray(4 << 30)
     return [float(len(completions[0]))]
 
 

@@ -65,6 +65,7 @@ ESCAPES = [
     "cos\nsystem\n(S'true'\ntR.",
 ]
 QUICK = ["coin_flip", "rubiks_cube", "propositional_logic", "chain_sum", "game_of_life"]
+FEW_AND_ALL = [QUICK, pytest.param(sorted(REVIEWED), marks=pytest.mark.slow)]
 
 
 def entries(task: str, count: int = 1) -> list[dict[str, Any]]:
@@ -135,13 +136,9 @@ def test_the_hook_hears_what_is_evaluated() -> None:
     assert [event.split()[0] for event in jobs["1 + 1"].extra["events"]] == ["compile", "exec"]
 
 
-def test_no_known_escape_is_run_in_a_few_data_sets(audited, rows) -> None:
-    check_silent(audited, QUICK, ESCAPES, rows)
-
-
-@pytest.mark.slow
-def test_no_known_escape_is_run(audited, rows) -> None:
-    check_silent(audited, sorted(REVIEWED), ESCAPES, rows)
+@pytest.mark.parametrize("tasks", FEW_AND_ALL, ids=len)
+def test_no_known_escape_is_run(audited, rows, tasks) -> None:
+    check_silent(audited, tasks, ESCAPES, rows)
 
 
 NAMES = ["sin", "exp", "eval", "__import__", "os", "lambda", "%c", "0x1f", "1e9", "**", "<<"]
@@ -153,13 +150,6 @@ STRINGS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=40).map("".j
 @given(st.lists(STRINGS, min_size=20, max_size=20))
 def test_no_random_answer_is_run_in_a_few_data_sets(audited, rows, answers: list[str]) -> None:
     check_silent(audited, QUICK, answers, rows)
-
-
-@pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
-@given(st.lists(STRINGS, min_size=20, max_size=20))
-def test_no_random_answer_is_run(audited, rows, answers: list[str]) -> None:
-    check_silent(audited, sorted(REVIEWED), answers, rows)
 
 
 def spoiled(value: Any, with_: Any) -> Iterator[Any]:
@@ -197,13 +187,10 @@ def check_columns(scheduler: RewardScheduler, tasks: list[str], escapes: list[An
 COLUMN_ESCAPES = [TOUCH, f"(0x1 << 0x1) + {TOUCH}", f"['1', {TOUCH}]", "9**9**9", 10**15]
 
 
-def test_no_column_is_run_in_a_few_data_sets(audited) -> None:
-    check_columns(audited, QUICK, COLUMN_ESCAPES[:3])
-
-
-@pytest.mark.slow
-def test_no_column_is_run(audited) -> None:
-    check_columns(audited, sorted(REVIEWED), COLUMN_ESCAPES + ESCAPES[:8])
+@pytest.mark.parametrize("tasks", FEW_AND_ALL, ids=len)
+def test_no_column_is_run(audited, tasks) -> None:
+    few = COLUMN_ESCAPES[:3]
+    check_columns(audited, tasks, few if tasks is QUICK else COLUMN_ESCAPES + ESCAPES[:8])
 
 
 def test_a_version_that_nobody_reviewed_is_refused(monkeypatch) -> None:
@@ -227,7 +214,7 @@ def test_every_data_set_was_reviewed_but_those_that_are_left_out() -> None:
     assert set(DATASETS) == {*REVIEWED, *run_text, "composite", "game_of_life_halting"}
 
 
-@pytest.mark.parametrize("tasks", [QUICK, pytest.param(REVIEWED, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("tasks", FEW_AND_ALL, ids=len)
 def test_the_row_s_own_answer_scores_one(tasks: Collection[str]) -> None:
     for task in tasks:
         entry = entries(task)[0]

@@ -1,10 +1,9 @@
 """Reward functions are compared with the columns of the data before anything starts."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import datasets
 import pytest
 import reward_cases as cases
 
@@ -122,20 +121,6 @@ def test_a_judge_refuses_a_row_that_its_question_would_not_show(
     scheduler.check_rows([("a", {"answer": 0, "highest": 3})])
     with pytest.raises(UsageError, match=message):
         scheduler.check_rows([("a", columns)])
-
-
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_row_of_a_stream_is_refused_when_it_is_drawn(
-    fit: Callable, sums: list, number: int
-) -> None:
-    def rows() -> Iterator[dict[str, Any]]:
-        for at, row in enumerate(sums[:16]):
-            yield {**row, "uid": f"r{at}"} | ({"trainer_state": 1} if at == number else {})
-
-    stream = datasets.IterableDataset.from_generator(rows)
-    with pytest.raises(UsageError, match=r"The column `trainer_state` of .*Rename") as refused:
-        fit(train_data=stream, reward_funcs=[cases.length], shuffle=False)
-    assert f"row {number} " in str(refused.value)
 
 
 @pytest.mark.parametrize("data", ["train_data", "val_data"])

@@ -1,7 +1,6 @@
 r"""Gold answers are read as a whole: `7\sqrt{11}` is not 7."""
 
 import re
-import time
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -123,9 +122,9 @@ def test_of_any_text_the_whole_counts_or_it_is_refused(gold: str) -> None:
             assert found in (float(number), float(number) / 100), number
 
 
-@given(answer=WHOLE)
+@given(filled("#", "-#.25", "#,234", r"\frac{#}{#}", "#/#", r"\sqrt{#}", r"#\sqrt{#}", r"#\pi"))
 def test_what_is_known_to_be_readable_is_read(answer: str) -> None:
-    assume(golds._is_simple(answer))
+    assert golds._SIMPLE.fullmatch(answer)
     assert golds.read_gold(answer)
 
 
@@ -206,93 +205,6 @@ UNREADABLE = [
     *("11,11", "7;7", r"\{3,3\}", "[5,5]", "(5,2]", r"so \boxed{3", r"0.\overline{3}"),
     *("7 & 8", "7,", "9" * 2000),
 ]
-
-
-NUMBERS = st.integers(0, 99)
-SAID = ("The final answer is {}.", "The answer is {}", "{}", "So we get {}, as asked.")
-SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, r"\times": int.__mul__}
-
-
-@given(a=NUMBERS, b=NUMBERS, sign=st.sampled_from([*SUMS]), said=st.sampled_from(SAID), off=NUMBERS)
-def test_a_repeated_question_is_no_answer(a, b, sign, said, off) -> None:
-    """Nor is it what is compared, where an answer follows."""
-    question, gold = f"{a} {sign} {b}", SUMS[sign](a, b)
-    told = {
-        f"{question} = {gold}": 1.0,
-        f"{question} which is {gold}": 1.0,
-        f"{question} = {gold + off + 1}": 0.0,
-        question: 0.0,
-    }
-    told = {said.format(text): score for text, score in told.items()}
-    told |= {f"${question} = {gold}$": 1.0, f"${question}$": 0.0}
-    assert math_verify_reward([*told], answer=[str(gold)] * len(told)) == [*told.values()]
-
-
-WORKED_OUT = [
-    ("The answer is 10/2 - 1 = 4.", "4"),
-    ("60/5 * 2 = 24 miles", "24"),
-    ("Area = 1/2 * 6 * 8 = 24", "24"),
-    (r"$\frac{1}{2} \times 6 \times 8 = 24$", "24"),
-    (r"$\frac{20}{4} + 3 \cdot 2 = 11$", "11"),
-    ("$2^3 + 1 - 2 = 7$", "7"),
-    (r"$12 \div 4 + 2 = 5$", "5"),
-    (r"$\sqrt{49} - 3 + 1 = 5$", "5"),
-    ("$x + 2 - 2 = 7$", "7"),
-    ("$3! + 1 - 1 = 6$", "6"),
-    (r"\boxed{7 = 3 + 4}", "7"),
-    ("1) 2\n2) 3\n- 5", "5"),
-    ("The answer is 1/2", "0.5"),
-    ("The answer is 1/2 = 0.5", "0.5"),
-    ("The answer is 5 * 10^3", "5000"),
-    (r"The answer is $5 \times 10^3$", "5000"),
-    ("x = 3 + 4 = 7", "7"),
-    ("She has 3 + 4 = 7 apples. #### 7", "7"),
-    ("2 + 2 = 4 and 4 + 3 = 7", "7"),
-    ("So 2 + 5 * 10^3 = 5002", "5002"),
-    ("f(3) - 4 = 9", "9"),
-    ("The answer is (6 - 9) * 2 = -6.", "-6"),
-    ("The final answer is 6 - 9 = 6 - 9 = -3.", "-3"),
-    ("12 - 5 is 7", "7"),
-    ("The answer is -3", "-3"),
-    ("The answer is 1,234 + 1 = 1,235.", "1235"),
-    ("The answer is 50% of 14 = 7", "7"),
-    ("<<3+4=7>>7", "7"),
-    ("The final answer is 2 - 9, which is -7.", "-7"),
-]
-STILL_TO_DO = [
-    ("The final answer is 10/2 - 1 = 5", "2"),
-    ("So 12/4 + 1 = 3.", "4"),
-    ("$6/2 + 3 = 3$", "2"),
-    ("The final answer is 6 - 9 = 1", "\u22123"),
-    ("The final answer is 1 - 0.5 = 2", ".5"),
-    ("The final answer is 12/4 = 7", "3"),
-    ("The final answer is 6 - (-9) = 1", "15"),
-    ("The final answer is 6 -(9) = 1", "-3"),
-    ("The final answer is 6 - 9 = 6 - 9 = 1.", "-3"),
-    ("The final answer is 6 - 9.", "-3"),
-    (r"\boxed{3+4}", "7"),
-    ("The final answer is 6 - 9 = 1.", "-3"),
-    ("The answer is 3 * 4", "12"),
-    (r"The answer is $3 \times 4$", "12"),
-]
-
-
-@pytest.mark.parametrize(("completion", "gold"), WORKED_OUT)
-def test_what_is_worked_out_counts(completion: str, gold: str) -> None:
-    assert math_verify_reward([completion], answer=[gold]) == [1.0]
-
-
-@pytest.mark.parametrize(("completion", "gold"), STILL_TO_DO)
-def test_what_is_still_to_be_worked_out_does_not(completion: str, gold: str) -> None:
-    assert math_verify_reward([completion], answer=[gold]) == [0.0]
-
-
-@pytest.mark.parametrize("text", ["1,", "1+", "1 - 1 ", "(1+", "1=1+1=", "1,1", "(", "-"])
-def test_a_long_calculation_is_read_in_one_pass(text: str) -> None:
-    """A hang limit: a pattern that tries each end takes minutes."""
-    began = time.process_time()
-    golds.without_calculations(text * 50_000, "3")
-    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("gold", UNREADABLE, ids=repr)

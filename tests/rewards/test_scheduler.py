@@ -2,7 +2,6 @@ import functools
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -38,7 +37,6 @@ def scheduler() -> Iterator[RewardScheduler]:
         ("text", "bad_returns", "'1.0' is not a number"),
         ("infinite", "bad_returns", "inf"),
         ("spin", "timeouts", "killed after 0.4 s"),
-        ("exit", "crashes", "exited with code 1"),
         ("close everything", "crashes", ""),
     ],
 )
@@ -60,11 +58,10 @@ def test_a_failure_costs_one_completion(
     assert not any(counters.values())
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_many_failures_at_once(workers: int) -> None:
+def test_many_failures_at_once() -> None:
     bad = ["raise", "spin", "exit", "segfault", "text", "killed"]
     completions = [text for pair in zip(GOOD, bad, strict=False) for text in pair] + GOOD[6:]
-    jobs, counters = score([cases.misbehave], completions, workers=workers, timeout=0.4)
+    jobs, counters = score([cases.misbehave], completions, workers=3, timeout=0.4)
     assert {job_id for job_id, job in jobs.items() if job.scores == [None]} == set(bad)
     assert {job_id for job_id, job in jobs.items() if job.scores != [None]} == set(GOOD)
     assert counters == {
@@ -95,16 +92,6 @@ def test_what_counts_as_a_score() -> None:
     assert scores == {"none": None, "nan": None, "true": 1.0, "int": 3.0, "other": 0.5}
     assert all(type(value) in (float, type(None)) for value in scores.values())
     assert not any(counters.values())
-
-
-def test_coroutines_run_together() -> None:
-    with RewardScheduler([cases.slow_judge, cases.slow_judge]) as scheduler:
-        start = time.monotonic()
-        for text in GOOD:
-            submit(scheduler, text, text)
-        jobs = collect(scheduler)
-    assert time.monotonic() - start < 3.0  # one after the other: 12 s
-    assert all(job.scores == [float(len(text))] * 2 for text, job in jobs.items())
 
 
 @pytest.mark.parametrize("bad", ["await forever", "own timeout", "raise", "spin", "exit", "quit"])
@@ -224,21 +211,15 @@ def test_poll_does_not_wait_and_time_outs_can_be_chosen(scheduler: RewardSchedul
     assert not scheduler.wait()
 
 
-def test_wait_leaves_the_jobs_to_poll(scheduler: RewardScheduler) -> None:
-    submit(scheduler, 0, "a")
-    assert scheduler.wait() and scheduler.wait() and scheduler.pending == 1
-    assert [job.job_id for job in scheduler.poll()] == [0]
-    assert scheduler.pending == 0
-
-
 def test_poll_returns_jobs_in_the_order_of_submission(scheduler: RewardScheduler) -> None:
     for number in range(8):
         submit(scheduler, number, "a")
+    assert scheduler.wait() and scheduler.wait() and scheduler.pending == 8
     returned: list[object] = []
     while len(returned) < 8:
         assert scheduler.wait(timeout=60)
         returned += [job.job_id for job in scheduler.poll()]
-    assert returned == list(range(8))
+    assert returned == list(range(8)) and scheduler.pending == 0
 
 
 def test_cancelled_jobs_never_come_back(scheduler: RewardScheduler) -> None:
@@ -256,13 +237,6 @@ def test_a_job_id_is_used_once_at_a_time(scheduler: RewardScheduler) -> None:
     submit(scheduler, 0, "a")
     with pytest.raises(UsageError, match="job 0 is still being scored"):
         submit(scheduler, 0, "a")
-
-
-def test_an_idle_worker_that_dies_is_replaced(scheduler: RewardScheduler) -> None:
-    os.kill(scheduler._workers[0].process.pid, signal.SIGKILL)
-    submit(scheduler, 0, "a")
-    assert collect(scheduler)[0].scores == [1.0]
-    assert not any(scheduler.counters().values())
 
 
 def test_close_leaves_no_process_and_submit_starts_anew() -> None:

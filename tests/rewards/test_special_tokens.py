@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from lit_rlsched.callbacks import RolloutLogger
-from lit_rlsched.rewards.checks import tokens_looked_for
+from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.rewards.functions import countdown_reward
 from lit_rlsched.training.policy import special_tokens
 
@@ -94,24 +94,19 @@ def mentions(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "functions", "prompt", "found"),
+    ("tokens", "functions", "found"),
     [
         # Qwen3, SmolLM2, Mistral and Llama 3: markers of turns, images, code and reserved tokens
-        (["<|im_start|>", "<|vision_start|>", "<|vision_end|>"], [cases.length], "", []),
-        (["<repo_name>", "<file_sep>", "<jupyter_code>"], [cases.length], "", []),
-        (["[INST]", "[/INST]", "<|reserved_special_token_0|>"], [cases.length], "", []),
-        (["[THINK]", "[/THINK]", "[INST]"], [cases.length], "", ["[THINK]", "[/THINK]"]),
-        (["<|END_THINKING|>"], [cases.length], "", ["<|END_THINKING|>"]),
-        (["<sql>", "</sql>", "<one>"], [cases.length], "", ["<sql>", "</sql>"]),
-        (["<plan>", "<one>"], [cases.length], "Begin with <plan>.", ["<plan>"]),
-        (["<|channel|>"], [cases.length], "", []),
-        (["<|channel|>"], [cases.length, mentions], "", ["<|channel|>"]),
-        (["<answer>"], [countdown_reward], "", ["<answer>"]),
-        (["<b>"], [len, cases.Judge()], "", []),
+        (["<|im_start|>", "<|vision_end|>", "<repo_name>", "[INST]"], [cases.length], []),
+        (["[THINK]", "[/THINK]", "<|END_THINKING|>"], [cases.length], ...),
+        (["<|channel|>"], [cases.length], []),
+        (["<|channel|>"], [cases.length, mentions], ...),
+        (["<answer>"], [countdown_reward], ...),
+        (["<b>"], [len, cases.Judge()], []),
     ],
 )
 def test_which_tokens_a_reward_could_look_for(
-    tokens: list[str], functions: list[Callable], prompt: str, found: list[str]
+    tokens: list[str], functions: list[Callable], found: Any
 ) -> None:
-    template = "<|im_start|>[INST][/INST]<|channel|>[THINK]"
-    assert tokens_looked_for(functions, tokens, template, [prompt]) == found
+    looked_for = RewardScheduler(functions).tokens_looked_for(tokens)
+    assert looked_for == (tokens if found is ... else found)

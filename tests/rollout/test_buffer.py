@@ -68,20 +68,6 @@ def test_pack_and_unpack(groups):
     assert unpack(saved(pack(groups)), prompts.__getitem__) == groups
 
 
-@given(pools())
-def test_packed_columns_are_those_of_a_plain_loop(groups):
-    done = [c for g in groups for c in g.completions]
-    packed = pack(groups)
-    assert packed["token_ids"].dtype == torch.int32 and packed["logprobs"].dtype == torch.float64
-    assert packed["token_ids"].tolist() == [t for c in done for t in c.token_ids]
-    assert packed["logprobs"].tolist() == [x for c in done for x in c.logprobs]
-    old = [c.old_logprobs for c in done]
-    if any(row is not None for row in old):
-        assert packed["old"].tolist() == [x for row in old for x in row]
-    else:
-        assert packed["old"] is None
-
-
 def test_dropped_completions_without_old_logprobs_get_zeros():
     kept = Completion(0, [5, 6], [-1.0, -2.0], [(0, 2)], old_logprobs=[-1.5, -2.5])
     dropped = Completion(1, [7], [float("inf")], [(0, 1)], dropped="nonfinite_logprob")
@@ -104,17 +90,6 @@ def test_a_completion_holds_12_bytes_a_token_and_every_value_exactly(events):
     twin = completion.copy()
     twin.take(Event("x", [1], [-1.0]), version=0)
     assert len(completion.token_ids) == len(tokens) == len(twin.token_ids) - 1
-
-
-def test_the_pool_survives_a_checkpoint():
-    prompt = Prompt("a", "text", (1, 2))
-    pool = RolloutBuffer()
-    pool.add(Group("a@0", prompt, Sampling(4), [Completion(0, [5], [-0.5], [(3, 1)])]))
-    other = RolloutBuffer()
-    other.load_state_dict(pool.state_dict(), {"a": prompt}.__getitem__)
-    assert list(other) == list(pool)
-    other.settle(list(other), [])
-    assert len(other) == 0
 
 
 def test_a_completion_keeps_the_version_of_each_token():
@@ -161,12 +136,6 @@ def test_partial_completions_survive_a_checkpoint():
     half.take(Event("a@0/0", [1], [-0.75], "stop"), version=6)  # goes on, and not in the other
     assert half.segments == [(3, 1), (5, 2), (6, 1)]
     assert list(pool) == list(partial_pool()[0])
-
-
-def test_an_empty_pool_survives_a_checkpoint():
-    other = RolloutBuffer()
-    other.load_state_dict(saved(RolloutBuffer().state_dict()), {}.__getitem__)
-    assert len(other) == 0 and list(other) == []
 
 
 def test_what_is_left_keeps_its_place():
@@ -218,12 +187,3 @@ def test_what_is_put_off_keeps_its_tokens_as_a_draft():
     copied = done.copy()
     copied.restart()  # a draft is never drawn on from
     assert copied == Completion(1) and done.draft is not None
-
-
-def test_the_first_tokens_of_a_draft_keep_their_versions():
-    half = Completion(0, [5, 6, 7], [-0.5, -0.25, -2.0], [(3, 1), (5, 2)])
-    half.put_off()
-    draft = half.draft
-    assert draft.versions == (3, 5) and draft.first(3) == draft == draft.first(9)
-    assert draft.first(2) == Draft(draft.token_ids[:2], draft.logprobs[:2], [(3, 1), (5, 1)])
-    assert draft.first(1).segments == [(3, 1)] and draft.first(0).segments == []

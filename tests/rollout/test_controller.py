@@ -2,12 +2,11 @@ import math
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController, completion_seed
@@ -80,31 +79,6 @@ def test_every_completion_exactly_once(scheduler, prompts, size, slots, refill, 
     assert max(trace.steps["running"]) <= slots
     assert trace.busy_slot_steps == trace.tokens == sum(lengths.values())
     assert not run.worker.busy and run.worker.engine.stats().running == 0
-
-
-def drawn(policy, slots, refill, scheduler, order=1):
-    engine = TransformersEngine()
-    engine.start(EngineSpec("", slots=slots, max_model_len=64, eos_token_ids=(1,), policy=policy))
-    plan = groups(5, 3)[::order]
-    list(controller(engine, scheduler, slots, refill).run(plan, FullRound(5), version=2))
-    return {
-        f"{g.id}/{c.index}": (c.token_ids, c.logprobs, c.finish_reason, c.scores)
-        for g in plan
-        for c in g.completions
-    }
-
-
-def test_the_schedule_changes_when_never_what(tiny_policy, scheduler):
-    policy = tiny_policy.double()
-    plain = drawn(policy, 15, "continuous", scheduler)
-    for slots, refill, order in [(1, "continuous", 1), (4, "rounds", 1), (3, "continuous", -1)]:
-        other = drawn(policy, slots, refill, scheduler, order)
-        assert other.keys() == plain.keys()
-        for name, (tokens, logprobs, reason, scores) in plain.items():
-            assert other[name][0] == tokens and other[name][2:] == (reason, scores)
-            torch.testing.assert_close(
-                torch.tensor(other[name][1]), torch.tensor(logprobs), rtol=0, atol=1e-12
-            )
 
 
 def test_stopping_early_aborts_the_rest(scheduler):
@@ -300,18 +274,6 @@ def test_what_waits_or_has_paused_stops_too(kind, probe_tokens):
     assert {"running", "waiting"} <= where or kind == "budget"
     if probe_tokens or kind == "budget":
         assert "queued" in where or kind == "rounds"
-
-
-def test_a_stopped_group_gives_its_cache_back_at_once():
-    """Two groups, and room for one: all of the second begins as soon as the first has stopped."""
-    lengths = {f"{p}@0/{i}": 16 if i > 1 else 4 for p in range(2) for i in range(4)}
-    admission = Admission(8, budget=CacheBudget(4 * 19, 1, 64))
-    engine = SimulatedEngine(lengths=lengths)
-    engine.start(EngineSpec("", slots=8, max_model_len=64, eos_token_ids=(1,)))
-    run = RolloutController(RolloutWorker(engine, admission), Coins(0), seed=1)
-    feedback = Feedback(Stop(Selection(2, reward_range=(0.0, 1.0)), [1.0]))
-    list(run.run(groups(2, 4), FullRound(2), 0, feedback=feedback))
-    assert list(run.worker.trace.steps["running"])[:2] == [4, 4]
 
 
 def test_what_replaces_a_group_is_the_same_however_long_scores_take():

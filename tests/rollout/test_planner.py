@@ -41,15 +41,6 @@ def test_a_plan_is_of_the_pool_and_then_of_the_data():
     assert uids(planner.plan(rule)) == ["x1", "y1"]
 
 
-def test_a_plan_is_drawn_again_as_it_was():
-    planner, rule = planner_of(FullRound(2)), FullRound(2)
-    plan = planner.plan(rule)
-    plan[0].completions[0].token_ids.append(7)
-    assert planner.plan(rule) != plan
-    plan[0].completions[0].token_ids.pop()
-    assert planner.plan(rule) == plan
-
-
 def test_a_replacement_is_of_the_same_domain_until_all_of_it_is_in_the_pool():
     planner, rule = planner_of(Domains(2)), Domains(2)
     plan = planner.plan(rule)
@@ -89,14 +80,3 @@ def test_a_source_of_the_same_domains_goes_on_where_it_was():
     assert uids(planner.plan(rule)) == ["x1", "y1"]
     planner.connect(DomainSource(PROMPTS, 0, False, Domains(2).domain_of))
     assert planner.source.sources.keys() == {"x", "y"}
-
-
-def test_the_state_is_the_position_and_the_pool():
-    planner, rule = planner_of(FullRound(2)), FullRound(2)
-    planner.pool.settle(planner.plan(rule), [])
-    planner.plan(rule)
-    resumed = planner_of(FullRound(2))
-    resumed.load_state_dict(planner.state_dict(), {p.uid: p for p in PROMPTS}.__getitem__)
-    assert list(resumed.pool) == list(planner.pool)
-    assert resumed.source.state_dict() == planner.source.state_dict()
-    assert RoundPlanner(RolloutBuffer(), Sampling(8), 2).state_dict()["source"] is None

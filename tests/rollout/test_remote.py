@@ -15,21 +15,18 @@ from sampled_groups import GENERATIONS, PROMPTS, plan
 from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.child import PipeLink, Watch
-from lit_rlsched.engines.process_engine import MAX_DEATHS
+from lit_rlsched.engines.child import MAX_DEATHS, PipeChild, Watch
 from lit_rlsched.engines.remote import RemoteWorker
-from lit_rlsched.engines.rollout_worker import RolloutWorker
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Feedback, Scorer
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Group, Request, Sampling
+from lit_rlsched.types import Request, Sampling
 
 LIMIT = 400
 POLICIES = {
@@ -104,15 +101,15 @@ def pause(group):
     time.sleep(0.05)
 
 
-def wait_for_a_step(link):
+def wait_for_a_step(child):
     """Wait until there is an answer that was not received."""
-    if isinstance(link, PipeLink):
-        while not link.connection.poll():
+    if isinstance(child, PipeChild):
+        while not child.connection.poll():
             time.sleep(0.01)
     else:
         import ray
 
-        ray.wait([link._stream])
+        ray.wait([child._batch])
 
 
 def check_alike(groups, others):
@@ -159,37 +156,10 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
     worker.start_round(ahead=True)
     worker.submit([Request("a", range(4, 20), 0, Sampling(400))])
     (event,) = worker.step()
-    wait_for_a_step(there.engine.child.link)
+    wait_for_a_step(there.engine.child)
     assert worker.abort() == [] and not worker.busy
     assert worker.ahead_steps > 0
     assert trace.tokens == len(event.token_ids) == 1
-
-
-@process_only
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["fifo", "longest_first"])
-def test_pauses_and_predictions(here, there, order):
-    figures = []
-    for bench in (here, there):
-        lengths = CalibratedPredictor(PromptHistory())
-        worker, *rest = bench.run(FullRound(PROMPTS), 4, order, lengths, on_group=pause)
-        figures.append(rest)
-    assert figures[0] == figures[1]
-    assert worker.ahead_steps == 0, "it waited to be asked"
-
-
-@process_only
-@pytest.mark.slow
-def test_more_groups_while_the_round_decodes(here, there):
-    def more_of(waiting):
-        return lambda group: waiting.pop() if waiting else None
-
-    spare = [Group(f"{g.id}+", g.prompt, g.sampling, g.completions) for g in plan(LIMIT)[:2]]
-    figures = [
-        bench.run(FullRound(PROMPTS), 4, more=more_of([g.copy() for g in spare]))[1:]
-        for bench in (here, there)
-    ]
-    assert figures[0] == figures[1]
 
 
 @pytest.fixture
@@ -390,23 +360,6 @@ def test_one_that_keeps_dying_stops_the_run(placement, tiny_model, make_policy, 
     bench.engine.close()
 
 
-@pytest.mark.slow
-def test_one_that_does_not_start_says_so(tiny_model):
-    class Stillborn(SimulatedEngine):
-        """Does not start."""
-
-        def start(self, spec):
-            os._exit(3)
-
-    engine = ProcessEngine(Stillborn())
-    with (
-        pytest.warns(UserWarning, match="exited with code 3; another one"),
-        pytest.raises(RuntimeError, match="exited with code 3, 3 times in a row"),
-    ):
-        engine.start(EngineSpec(tiny_model, 2, 64, (1,)))
-    engine.close()
-
-
 SPEC = EngineSpec("", 2, 448, (1,))
 
 
@@ -478,38 +431,11 @@ def test_an_answer_that_cannot_be_sent_is_an_error():
     engine.close()
 
 
-@pytest.mark.slow
-def test_an_error_that_cannot_be_sent_is_told_and_no_refusal():
-    class Odd(Exception):
-        def __init__(self, one, two):
-            super().__init__(f"{one} and {two}")
-
-    class Raising(SimulatedEngine):
-        def start(self, spec):
-            raise Odd("this", "that")
-
-    with pytest.raises(RuntimeError, match="Odd: this and that") as error:
-        ProcessEngine(Raising()).start(SPEC)
-    assert not isinstance(error.value, UsageError)
-
-
 def test_an_engine_that_cannot_be_sent_is_refused():
     engine = ProcessEngine(SimulatedEngine())
     engine.engine.lock = threading.Lock()
     with pytest.raises(UsageError, match="`SimulatedEngine` cannot be sent to another process"):
         engine.start(SPEC)
-
-
-@pytest.mark.slow
-def test_an_engine_that_its_process_cannot_read_is_an_error():
-    class Unreadable(SimulatedEngine):
-        def __setstate__(self, state):
-            raise ValueError("not here")
-
-    engine = ProcessEngine(Unreadable())
-    with pytest.raises(ValueError, match="not here"):
-        engine.start(SPEC)
-    assert engine.restarts == 0
 
 
 def test_it_dies_with_the_trainer(tiny_model):
@@ -555,7 +481,3 @@ def test_the_process_imports_neither_lightning_nor_transformers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert not {"lightning", "transformers", "vllm"} & {*modules.stdout.split()}
-
-
-def test_other_engines_are_called_directly(here):
-    assert isinstance(here.engine.make_worker(Admission(2)), RolloutWorker)

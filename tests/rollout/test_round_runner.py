@@ -7,8 +7,7 @@ import pytest
 
 from lit_rlsched.rollout import round_runner
 from lit_rlsched.rollout.audit import DraftAudit, Harvest
-from lit_rlsched.rollout.hooks import RoundHooks
-from lit_rlsched.rollout.round_runner import RoundRunner
+from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.timeline import Timeline
@@ -33,7 +32,7 @@ def test_the_time_of_drafts_includes_those_of_replacements(monkeypatch: pytest.M
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(round_runner, "time", clock)
     monkeypatch.setattr(round_runner, "settle", lambda *state: Harvest([], [], [], []))
-    controller = SimpleNamespace(state=None, end_predictions=dict)
+    controller = SimpleNamespace(state=None, lengths=None)
     session = SimpleNamespace(rollout=rollout, controller=controller, trace=None, metrics=dict)
     session.failures, session.scorer, session.control_tokens = Counter, Unscored(), None
     session.timeline = Timeline()

@@ -297,16 +297,6 @@ def test_how_long_scores_take_does_not_matter(name, data, latency, haste):
         assert r.result == other.result and r.steps == other.steps
 
 
-@few
-@given(st.data(), st.integers(1, 40), st.sampled_from([*ADMISSIONS]))
-def test_slots_and_order_do_not_matter_where_rounds_are_whole(data, slots, admission):
-    """Nor for the prompts that replace others."""
-    case = data.draw(cases("whole", bad=0, stops=False))
-    twin = Run(changed(case, slots=slots, admission=admission))
-    for r, other in zip(Run(case).each(), twin.each(), strict=True):
-        assert r.result == other.result
-
-
 OFF = {
     "sorted": lambda n, size: SortedRound(n, n, size),
     "sorted completions": lambda n, size: SortedRound(n, n, size, "completion", "partial"),

@@ -8,7 +8,7 @@ import torch
 
 from lit_rlsched import engines
 from lit_rlsched.engines import VLLMEngine
-from lit_rlsched.engines.rollout_worker import RolloutWorker
+from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.controller import RolloutController

@@ -73,16 +73,7 @@ def test_a_process_that_is_replaced_finds_the_memory_too(said, monkeypatch):
         said.child()
         raise Stop
 
-    monkeypatch.setattr("lit_rlsched.engines.process_engine.PipeLink", child)
+    monkeypatch.setattr("lit_rlsched.engines.process_engine.PipeChild", child)
     with pytest.raises(Stop):
         engine._launch()
     assert said == ["collect", "empty_cache", "child"]
-
-
-def test_the_engine_knows_when_the_policy_is_trained_beside_its_round(said, monkeypatch):
-    session = make_session(said, monkeypatch, torch.device("cpu"))
-    monkeypatch.setattr(session.engine, "policy_changes", said.policy_changes, raising=False)
-    said.clear()
-    session.in_background(said.decode)
-    session.wait()
-    assert said == ["policy_changes", "decode"]

@@ -71,11 +71,6 @@ def test_a_pool_is_trained_on_before_the_next_is_loaded(case):
             assert units >= enough or not r.left
 
 
-def test_nobody_starves_of_half_trained_groups():
-    case = pooled(2, 12, 4, unit="completion", oversubscribe=1.5)
-    assert len(Run(case).whole_pool()) <= 6
-
-
 @given(cases())
 def test_a_round_ends_with_the_step_that_has_enough(case):
     rule = case.rule
@@ -158,19 +153,6 @@ def test_the_short_go_first_where_all_decode():
         case = pooled(3, 15, 2, "completion", "partial", salt=salt)
         lengths = [r.lengths for r in Run(case).whole_pool()]
         assert all(max(a) < min(b) for a, b in pairwise(lengths))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["on_policy", "partial"])
-@pytest.mark.parametrize("unit", ["group", "completion"])
-def test_updates_of_a_pool_grow(mode, unit):
-    updates = [[], [], [], []]
-    for salt in range(40):
-        case = pooled(4, 16, 2, unit, mode, key="seed", salt=salt, limit=300)
-        for update, r in zip(updates, Run(case).whole_pool(), strict=False):
-            update.append(fmean(r.lengths))
-    means = [fmean(update) for update in updates]
-    assert means == sorted(means) and means[-1] > 2 * means[0]
 
 
 def test_on_policy_is_biased_towards_the_short_and_says_so():

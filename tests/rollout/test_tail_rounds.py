@@ -5,15 +5,13 @@ What it shares with other rules is in `test_rule_contract.py`.
 
 import math
 from functools import partial
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ruled_rounds import Case, Run, changed, plain
+from ruled_rounds import Case, Run, changed
 
-from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound, quotas
 from lit_rlsched.settings import UsageError
@@ -119,12 +117,6 @@ def test_with_the_default_every_fifth_round_is_long():
         assert [r.metrics["rollout/pool_prompts"] for r in rounds[4::5]] == [0, 0, 0]
 
 
-def tailed(*args, **settings):
-    """A few completions are many times as long as most."""
-    case = raced(*args, **{"limit": 2000, "spare": 40, **settings})
-    return changed(case, lengths=LogNormalLengths(50, 1.2, 0, "seed"))
-
-
 # When a round ends.
 
 
@@ -184,18 +176,6 @@ def test_where_fewer_than_an_update_are_left_slow_scores_are_waited_for():
     case = raced(3, 2, 1.25, latency=0, patience=0.0)
     late = tuple(g.prompt.uid for g in Run(case).round().plan[:2])
     assert len(Run(changed(case, late=late)).round().trained) == 3  # one of the two was needed
-
-
-# What it is for.
-
-
-@pytest.mark.slow
-@races
-def test_rounds_are_shorter_where_a_few_completions_are_long(completion_ratio):
-    """Long rounds included, where everything has a slot."""
-    case = tailed(8, 4, completion_ratio=completion_ratio, latency=0)
-    steps = [fmean(r.trace.decode_steps for r in run.each(100)) for run in (Run(case), plain(case))]
-    assert steps[0] < 0.75 * steps[1], steps
 
 
 # Quotas of domains.

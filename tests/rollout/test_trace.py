@@ -24,30 +24,6 @@ def test_bubble_ratio_by_hand():
     assert trace.spans["end_step"] == [1, 3]
 
 
-@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=20), st.integers(1, 5))
-def test_bubble_ratio_is_zero_where_all_slots_always_run(durations, slots):
-    trace = RolloutTrace(slots)
-    for i in range(slots):
-        trace.admitted(str(i), 0.0)
-    now = 0.0
-    for seconds in durations:
-        trace.take(Step(now, now + seconds, running=slots, kv_tokens=0))
-        now += seconds
-    assert trace.bubble_ratio == 0.0
-
-
-def test_a_freed_slot_is_taken_again():
-    trace = RolloutTrace(slots=1)
-    for i in range(3):
-        trace.admitted(str(i), float(i))
-        trace.take(Step(i, i + 1.0, 1, 0))
-        trace.left(str(i), i + 1.0, 1)
-    assert trace.spans["slot"] == [0, 0, 0]
-    tables = trace.tables()
-    assert {*STEP_COLUMNS} < {*tables["steps"].column_names}
-    assert tables["spans"].num_rows == 3
-
-
 def test_gradients_overlap_with_the_steps_they_are_computed_in():
     trace = RolloutTrace(slots=1)
     trace.admitted("a", 10.0)
@@ -104,18 +80,6 @@ def test_every_figure_of_a_round_by_hand():
     assert trace.bubble_ratio == (0 + 3 + 0.5) / (4.5 * 2)
     trace.dynamic = False
     assert trace.slots == 3 and trace.slot_steps == 24
-
-
-def test_the_lowest_free_slot_is_taken():
-    trace = RolloutTrace(slots=3)
-    trace.take(Step(0.0, 1.0, 3, 0, admitted="abc", left={"c": 1, "a": 1}))
-    trace.take(Step(1.0, 2.0, 2, 0, admitted="d", left={"d": 1, "b": 1}))
-    assert dict(zip(trace.spans["request"], trace.spans["slot"], strict=True)) == {
-        "c": 2,
-        "a": 0,
-        "d": 0,
-        "b": 1,
-    }
 
 
 def test_nothing_leaves_before_anything_came():

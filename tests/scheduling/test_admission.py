@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order, slots_for_budget
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, Order
 from lit_rlsched.scheduling.planning import lower_bound, makespan, plan_makespan
-from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Request, Sampling
 
 ORDERS = list(get_args(Order))
@@ -70,20 +69,6 @@ def test_sorted_orders(lengths, slots, kind):
     assert len(running) == (list_schedule(lengths, order, slots) if lengths else 0)
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_shortest_first_is_no_better_than_sorted_micro_groups(slots, rounds, data):
-    # with exact lengths and full micro groups the two end at the same step
-    size = slots * rounds
-    lengths = data.draw(st.lists(st.integers(1, 20), min_size=size, max_size=size))
-    _, running = run(Admission(slots, order="shortest_first"), lengths, lengths)
-    chunks = [sorted(lengths)[i : i + slots] for i in range(0, size, slots)]
-    assert len(running) == sum(map(max, chunks))
-    _, grouped = run(Admission(slots, "rounds", "shortest_first"), lengths, lengths)
-    assert len(grouped) == len(running)
-    _, naive = run(Admission(slots, "rounds"), lengths)
-    assert len(naive) >= len(grouped)
-
-
 @given(some_lengths, st.integers(1, 6))
 def test_planned_with_exact_lengths_ends_with_the_plan_or_before(lengths, slots):
     order, running = run(Admission(slots, order="planned"), lengths, lengths)
@@ -117,13 +102,6 @@ def test_clear_forgets_what_waited(kind):
     assert sorted(ids(admission.pop({}))) == ["0", "1"]
 
 
-def test_a_plan_by_hand():
-    # two slots; LPT would end at 7: {3, 2, 2} and {3, 2}
-    admission = Admission(2, order="planned")
-    _, running = run(admission, [3, 3, 2, 2, 2], [3, 3, 2, 2, 2])
-    assert len(running) == 6
-
-
 def test_a_slot_without_work_steals_the_shortest():
     admission = Admission(2, order="planned")
     admission.push(requests(5, [100, 30, 20, 15, 10]))  # planned as {0} and {1, 2, 3, 4}
@@ -148,14 +126,6 @@ def test_orders_by_length_count_waits_for_tools(pairs):
             drawn += [int(i) for i in ids(admission.pop({}))]
         steps = [tokens * (1 + waits) for tokens, waits in pairs]
         assert drawn == sorted(range(len(pairs)), key=lambda i: sign * steps[i])
-
-
-def test_probes_go_first_whatever_the_order():
-    admission = Admission(1, order="longest_first")
-    admission.push(requests(2, [5, 6]))
-    admission.push([Request("probe", [1], 0, Sampling(64), pause_at=8)])
-    assert ids(admission.pop({})) == ["probe"]
-    assert ids(admission.pop({})) == ["1"]
 
 
 @pytest.mark.parametrize("order", get_args(Order))
@@ -249,43 +219,12 @@ def test_the_cache_is_never_overdrawn_and_everything_ends(
         assert cache.pauses == 0
 
 
-def test_leases_let_more_run_in_the_same_memory():
-    budget = CacheBudget(tokens=300, block=1, lease=8)
-    waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(40)]
-    lengths = {r.id: 8 for r in waiting} | {"3": 64}
-    dynamic = Cache(budget, 64)
-    dynamic.run(waiting, lengths)
-    assert dynamic.peak_running == 300 // 18
-    fixed = Cache(CacheBudget(300, 1, 64), 64)
-    fixed.run(waiting, lengths)
-    assert fixed.peak_running == 300 // 74
-    assert dynamic.steps < fixed.steps
-
-
-@pytest.mark.parametrize("slots", [32, 16])
-def test_nothing_pauses_where_memory_is_ample(slots):
-    cache = Cache(CacheBudget(tokens=32 * 80, block=1, lease=8), slots)
-    waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(32)]
-    cache.run(waiting, {r.id: 60 for r in waiting})
-    assert cache.pauses == 0
-    assert cache.peak_running == slots
-
-
 def test_what_has_just_paused_goes_on_first():
     # or all would take turns, and find their cache overwritten
     cache = Cache(CacheBudget(tokens=10 * 80, block=1, lease=8), 64)
     waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(64)]
     cache.run(waiting, {r.id: 64 for r in waiting})
     assert cache.at_once > 0.8 * cache.pauses
-
-
-def test_slots_for_budget():
-    # Qwen3-1.7B in bf16: 28 layers, 8 heads of 128, keys and values
-    per_token = 2 * 28 * 8 * 128 * 2
-    assert per_token == 112 * 1024
-    assert slots_for_budget(2 * 2**30, per_token, 1024) == 18
-    with pytest.raises(UsageError, match=r"less than one completion may take: 117440512 bytes"):
-        slots_for_budget(10**8, per_token, 1024)
 
 
 @given(

@@ -13,7 +13,6 @@ from lit_rlsched.scheduling.length_prediction import (
     CalibratedPredictor,
     PromptHistory,
 )
-from lit_rlsched.scheduling.recorded_lengths import Oracle
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
@@ -84,33 +83,6 @@ def test_metrics_by_brute_force(pairs):
         np.mean(CAP - np.array(lengths))
     )
     assert metrics["length_prediction/history_rank_correlation"] == 0.0
-    assert ("length_prediction/cap_coverage" in metrics) == (CAP in lengths)
-
-
-@pytest.mark.parametrize(("second", "coverage"), [(85, 0.5), (89, 1.0)])
-def test_cap_coverage_of_two(second, coverage):
-    lengths = [CAP, 10, CAP, 20, 30, 40]
-    calibrated = CalibratedPredictor(Told([90, 87, second, 3, 1, 2]))
-    samples = asked(lengths)
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, lengths))
-    assert calibrated.end_round()["length_prediction/cap_coverage"] == coverage
-
-
-def test_cap_coverage_is_of_whole_completions_not_of_what_comes():
-    calibrated = CalibratedPredictor(Told([40, 60]))
-    samples = asked([CAP], 1, drawn=50) + asked([10], 2)
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, [CAP, 10]))
-    assert calibrated.end_round()["length_prediction/cap_coverage"] == 1.0
-
-
-def test_equal_lengths_have_no_rank_correlation():
-    calibrated = CalibratedPredictor(Told([10, 20]))
-    samples = asked([0, 0])
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, [30, 30]))
-    assert calibrated.end_round()["length_prediction/rank_correlation"] == 0.0
 
 
 def test_a_completion_that_was_restarted_is_not_measured():
@@ -129,15 +101,6 @@ def test_the_first_prediction_counts_and_only_once():
     calibrated.observe(finish(samples, [20, 50]))
     calibrated.observe(finish(samples, [20, 50]))
     assert calibrated.end_round()["length_prediction/mae"] == 0.0
-    assert "length_prediction/mae" not in calibrated.end_round()
-
-
-def test_what_does_not_finish_in_a_round_is_not_measured_in_the_next():
-    calibrated = CalibratedPredictor(Told([10]))
-    samples = asked([20])
-    calibrated.expect(samples)
-    calibrated.end_round()
-    calibrated.observe(finish(samples, [20]))
     assert "length_prediction/mae" not in calibrated.end_round()
 
 
@@ -189,19 +152,6 @@ def test_waits_for_tools_are_those_of_the_same_environment():
     assert other.waits(slow) == calibrated.waits(slow)
 
 
-def test_the_state_of_another_predictor_is_left_alone():
-    learned = CalibratedPredictor(TokenConditioned())
-    learned.observe(finish(asked([5]), [5]))
-    learned.end_round()
-    fresh = CalibratedPredictor(PromptHistory())
-    before = str(fresh.state_dict())
-    with pytest.warns(
-        UserWarning, match=r"of a `TokenConditioned`.*PromptHistory.*starts untrained"
-    ):
-        fresh.load_state_dict(learned.state_dict())
-    assert str(fresh.state_dict()) == before
-
-
 def test_a_round_that_is_cut_short_is_not_learned_from():
     whole, cut = CalibratedPredictor(PromptHistory()), CalibratedPredictor(PromptHistory())
     for calibrated in (whole, cut):
@@ -230,17 +180,6 @@ def test_what_is_learned_does_not_depend_on_who_finished_first():
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize("capped", [[0, 1], [6, 7], [0, 7]])
-def test_cap_coverage_of_equal_predictions_is_chance(capped):
-    told = Told([50.0] * 8)
-    calibrated = CalibratedPredictor(told)
-    lengths = [CAP if i in capped else 10 + i for i in range(8)]
-    samples = asked(lengths)
-    calibrated.expect(samples)
-    calibrated.observe(finish(samples, lengths))
-    assert calibrated.end_round()["length_prediction/cap_coverage"] == 2 / 8
-
-
 @pytest.mark.parametrize(
     ("state", "where"),
     [
@@ -257,12 +196,6 @@ def test_what_a_checkpoint_cannot_hold_is_named(state, where):
     told.state_dict = lambda: state
     with pytest.raises(UsageError, match=r"`Told.state_dict\(\)" + where):
         CalibratedPredictor(told).state_dict()
-
-
-def test_what_a_checkpoint_can_hold_is_kept():
-    told, state = Told(), {"a": [1, 2.0, "x", None, True, torch.ones(2)], 3: ({"b": 1},)}
-    told.state_dict = lambda: state
-    assert CalibratedPredictor(told).state_dict()["predictor"] is state
 
 
 # When the history of prompts answers in place of a predictor.
@@ -282,32 +215,6 @@ def test_nonsense_is_replaced_by_the_history_and_counted():
     assert calibrated.expect(samples) == expected  # a wrong shape
     assert calibrated.end_round()["length_prediction/invalid"] == 14
     assert calibrated.expect([]) == []
-
-
-def test_nonsense_of_several_calls_is_counted_and_said_once():
-    calibrated = CalibratedPredictor(Told(*[{"no": "numbers"}] * 3))
-    with pytest.warns(UserWarning, match="`Told.predict` returned") as seen:
-        for number in range(3):
-            assert calibrated.expect(asked([0], number)) == [CAP]
-    assert len(seen) == 1
-    assert calibrated.end_round()["length_prediction/invalid"] == 3
-
-
-class Broken(PromptHistory):
-    def predict(self, samples):
-        raise RuntimeError("no weights")
-
-
-def test_what_a_predictor_raises_is_not_hidden():
-    with pytest.raises(RuntimeError, match="no weights"):
-        CalibratedPredictor(Broken()).expect(asked([5]))
-
-
-def test_an_oracle_that_lacks_a_completion_asks_the_history():
-    calibrated = CalibratedPredictor(Oracle({"x": 1}))
-    with pytest.warns(UserWarning, match="`Oracle.predict` returned"):
-        assert calibrated.expect(asked([5])) == [CAP]
-    assert calibrated.end_round()["length_prediction/invalid"] == 1
 
 
 @pytest.mark.parametrize(

@@ -78,14 +78,6 @@ def test_the_history_by_its_definition(batches, options):
     )
 
 
-def test_nothing_is_known_beyond_the_longest_length():
-    for length in range(1, 60):
-        history = PromptHistory()
-        for _ in range(7):
-            history.observe([sample("a", [7] * length)])
-        assert history.predict([sample("a", [7] * length)]) == [CAP - length], length
-
-
 def test_a_very_long_completion_is_in_the_last_bin():
     history = PromptHistory()
     long = sample("a", [7] * 400_000)
@@ -164,16 +156,6 @@ def test_the_regression_by_its_definition(options):
         assert fast.predict(probes) == pytest.approx(slow.predict(probes), rel=1e-5)
         fast.observe(wholes)
         slow.observe(wholes)
-
-
-def test_predictions_are_bounded_before_they_are_exponents():
-    predictor = TokenConditioned(features=4, ridge=1e-9)
-    short, long = (sample(uid, [], prompt=prompt) for uid, prompt in (("a", (1,)), ("b", (2,) * 9)))
-    for _ in range(3):
-        predictor.predict([short, long])
-        predictor.observe([sample("a", [7]), sample("b", [7] * CAP)])
-    extreme = sample("c", [], prompt=(2,) * 100_000)
-    assert all(1 <= n <= CAP for n in predictor.predict([extreme, short]))
 
 
 @pytest.mark.parametrize(

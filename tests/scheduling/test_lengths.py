@@ -48,15 +48,6 @@ def through_checkpoint(state):
     return torch.load(file, weights_only=True)
 
 
-def test_history_knows_nothing_then_the_mean_then_the_prompt():
-    history = PromptHistory(decay=1.0, shrinkage=0.0, half_life=1e12)
-    assert history.predict(started("a", 30)) == [CAP - 30]
-    history.observe(finished("a", 10, 10) + finished("b", 30, 30))
-    assert history.predict(started("unseen")) == pytest.approx([20.0])
-    assert history.predict(started("a")) == pytest.approx([10.0])
-    assert history.predict(started("b")) == pytest.approx([30.0])
-
-
 def test_history_forgets_old_lengths_and_old_prompts():
     history = PromptHistory(decay=0.5, half_life=4, max_prompts=2)
     for _ in range(20):
@@ -186,18 +177,6 @@ def test_a_state_is_a_copy(make):
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[name], value), name
-
-
-def test_settings_of_the_history_at_their_bounds():
-    history = PromptHistory(decay=1, shrinkage=0, half_life=1e-3, max_prompts=1)
-    history.observe(finished("a", 10) + finished("b", 30))
-    assert history.state_dict()["uids"] == ["b"]
-    PromptHistory(decay=1e-3)
-
-
-def test_settings_of_the_regression_at_their_bounds():
-    smallest = TokenConditioned(features=1, ridge=1e-3, half_life=1e-3, max_waiting=1)
-    assert smallest.predict(started("a")) == [CAP] and smallest.predict([]) == []
 
 
 def test_at_least_one_token_is_expected_and_no_more_than_are_left():

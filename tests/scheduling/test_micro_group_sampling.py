@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.scheduling.admission import KVCache, SlotSettings, slots_for_budget
+from lit_rlsched.scheduling.admission import KVCache, SlotSettings
 from lit_rlsched.settings import UsageError
 
 SPEC = EngineSpec("", slots=8, max_model_len=200, eos_token_ids=(1,))
@@ -184,6 +184,7 @@ def test_a_budget_has_room_for_one_whole_completion():
     assert enough.admission(cache, 8, 90, "fifo").budget.block == 16
     lease = enough.admission(cache, 8, 900, "fifo").budget.lease
     assert lease == 113 and enough.admission(cache, 8, 90, "fifo").budget.lease == 16
-    assert slots_for_budget(100, 10, 10) == 1 and slots_for_budget(199, 10, 10) == 1
+    whole = KVCache(token_bytes=10, longest=10)
+    assert [SlotSettings(memory_budget=n).engine_slots(whole, 9, 1) for n in (100, 199)] == [1, 1]
     with pytest.raises(UsageError, match=r"^`memory_budget=99` bytes is less than one"):
-        slots_for_budget(99, 10, 10)
+        SlotSettings(memory_budget=99).engine_slots(whole, 9, 1)

@@ -1,6 +1,5 @@
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,28 +72,11 @@ def test_after_a_halving_the_average_starts_at_zero():
     assert sizes == [2, 2, 2, 1, 1, 2] and all(type(size) is int for size in sizes)
 
 
-def test_a_halving_that_was_right_counts_no_more():
-    planner = TensorParallelPlanner(2, 2)
-    assert play(planner, "long", *[0] * 10) == [2, 2, 2, 1, 1, 1, 1, 1, 1, 1]
-    assert play(planner, "long", 7, 0, 0, 0, 0) == [2, 2, 2, 2, 1]
-
-
 def test_kinds_do_not_touch_each_other():
     planner = TensorParallelPlanner(2, 8)
     play(planner, "short", 5, 5, 5)
     play(planner, "long", 0, 0, 0, 0)
     assert (planner.size("short"), planner.size("long")) == (4, 1)
-
-
-def test_the_papers_preemptions():
-    """Qwen3-8B at 32k on 8 GPUs (RollPacker, section 4.2): what each size left in each kind."""
-    left = {"short": {1: 5199, 2: 4102, 4: 3000}, "long": {1: 2900, 2: 2601, 4: 2000}}
-    planner = TensorParallelPlanner(size=1, maximum=8)
-    for number in range(50):
-        kind = "long" if number % 5 == 4 else "short"
-        planner.observe(kind, left[kind][planner.size(kind)])
-    # what is left after the first doubling is steady, and so no rise
-    assert (planner.size("short"), planner.size("long")) == (2, 2)
 
 
 # What holds for whatever comes.
@@ -155,55 +137,3 @@ def test_a_state_of_other_limits_is_brought_within_these():
     narrow = TensorParallelPlanner(1, 2)
     narrow.load_state_dict(wide.state_dict())
     assert narrow.size("short") == 2
-
-
-@pytest.mark.parametrize(("size", "left"), [(8, {1, 2, 4}), (1, {2, 4, 8})])
-def test_a_size_that_does_not_work_bounds_all_that_come(size, left):
-    planner = TensorParallelPlanner(2, 8)
-    for preemptions in [1, 1, 100] if size == 8 else [0]:
-        planner.observe("short", preemptions)
-    assert planner.exclude(size, 4)
-    assert planner.size("short") in left and planner.size("long") == 2
-    seen = set()
-    for preemptions in [*(4**i for i in range(20)), *[0] * 200]:
-        seen.add(planner.size("long"))
-        planner.observe("long", preemptions)
-    assert seen | {4} == left | {4} and min(seen) == min(left)
-
-
-def test_a_size_that_has_worked_is_not_excluded():
-    planner = TensorParallelPlanner(1, 8)
-    planner.observe("short", 5)
-    assert not planner.exclude(1, 2)
-    planner.observe("short", 5)  # with 2
-    planner.observe("short", 0)
-    assert not planner.exclude(2, 1) and (planner.minimum, planner.maximum) == (1, 8)
-    assert planner.exclude(4, 1) and planner.maximum == 2 and planner.size("short") == 2
-    assert type(planner.maximum) is int
-
-
-def test_an_engine_that_does_not_start_gets_a_size_that_works():
-    planner, started = TensorParallelPlanner(2, 8), []
-    planner.observe("short", 12)
-
-    def start(size):
-        started.append(size)
-        if size > 2:
-            raise RuntimeError("no memory")
-
-    said = planner.restart("short", 2, start)
-    assert started == [4, 2] and planner.size("short") == planner.maximum == 2
-    assert "`tensor_parallel_size=4`" in said and "no memory" in said and "goes on with 2" in said
-    assert planner.restart("short", 2, start) is None
-
-
-def test_an_error_of_a_size_that_has_worked_is_raised():
-    planner = TensorParallelPlanner(2, 8)
-    planner.observe("long", 0)
-
-    def start(size):
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError, match="something else"):
-        planner.restart("long", 1, start)
-    assert planner.maximum == 8 and planner.minimum == 1

@@ -18,15 +18,6 @@ def pools(draw):
     return lengths, draw(st.integers(1, len(lengths))), draw(st.sampled_from([12, 17, 25, 40]))
 
 
-@given(pools(), modes, st.integers(1, 14))
-@example(([[2], [1], [1], [3]], 1, 12), "on_policy", 2)  # a tie
-def test_of_a_flat_list_each_completion_is_a_group(pool, mode, slots):
-    groups, update, limit = pool
-    flat = [length for group in groups for length in group]
-    ratio = pool_bubble_ratio(flat, update, slots, mode, limit)
-    assert ratio == pool_bubble_ratio([[n] for n in flat], update, slots, mode, limit)
-
-
 @given(pools(), modes, targets)
 def test_recommended_slots_idle_no_more_than_that(pool, mode, target):
     lengths, update, limit = pool
@@ -45,14 +36,6 @@ def test_slots_that_are_sure_in_any_order(lengths, target, update):
     sure = int(1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12))
     slots = min(len(lengths), sure)
     assert pool_bubble_ratio(lengths, update, slots, "partial", 200) <= target
-
-
-@given(st.permutations(range(1, 25)), targets, st.sampled_from([4, 6, 8, 12]))
-def test_slots_that_are_sure_on_policy(lengths, target, update):
-    # whole updates: none idles but the last, as long as there are no more slots than that
-    sure = int(1 + target / (1 - target) * sum(lengths) / max(lengths) * (1 - 1e-12))
-    slots = min(sure, update)
-    assert pool_bubble_ratio(lengths, update, slots, "on_policy", 24) <= target
 
 
 def test_bubble_ratio_by_hand():

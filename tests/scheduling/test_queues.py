@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.scheduling.admission import Admission, CacheBudget, PlannedQueue, WaitingQueue
+from lit_rlsched.scheduling.admission import Admission, CacheBudget, WaitingQueue
 from lit_rlsched.types import Request, Sampling
 
 
@@ -14,7 +14,7 @@ def request(name, expected=None, prefix=0, limit=20, prompt=1):
 
 
 def filled(order, requests):
-    queue = PlannedQueue() if order == "planned" else WaitingQueue(order)
+    queue = WaitingQueue(order)
     for one in requests:
         queue.push(one)
     return queue
@@ -45,12 +45,12 @@ def test_each_order(order, expected):
         queue.peek(0)
 
 
-LATER = st.sampled_from(["push", "push later", "pop", "discard", "clear"])
+LATER = st.sampled_from(["push", "push later", "pop", "discard"])
 
 
 @given(st.sampled_from([*ORDERS]), st.lists(LATER, max_size=40), st.randoms())
 def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, random):
-    queue, waiting = (PlannedQueue() if order == "planned" else WaitingQueue(order)), {}
+    queue, waiting = WaitingQueue(order), {}
     for number, action in enumerate(actions):
         if action.startswith("push"):
             one = request(number, random.choice([None, 1.0, 2.0]), random.randrange(3))
@@ -67,14 +67,11 @@ def test_who_is_later_comes_after_all_others_and_is_counted(order, actions, rand
             gone = random.choice([*waiting])
             queue.discard([gone, "nobody"])
             del waiting[gone]
-        elif action == "clear":
-            queue.clear()
-            waiting.clear()
         assert len(queue) == len(waiting)
 
 
 def planned(expected, slots):
-    queue = PlannedQueue()
+    queue = WaitingQueue("planned")
     for i, n in enumerate(expected):
         queue.push(request(i, n, limit=200))
     queue.plan([0.0] * slots)
@@ -100,7 +97,7 @@ def test_new_requests_count_as_changes():
 
 
 def test_a_plan_knows_what_each_slot_still_runs():
-    queue = PlannedQueue()
+    queue = WaitingQueue("planned")
     for i, n in enumerate([9.0, 4.0, 4.0, 1.0]):
         queue.push(request(i, n))
     queue.plan([9.0, 0.0])
@@ -180,7 +177,7 @@ def test_a_plan_is_for_the_slots_that_the_cache_has_room_for():
 def plans(monkeypatch):
     """The loads of each plan that is asked for; none is made, so slots take the shortest."""
     seen = []
-    monkeypatch.setattr(PlannedQueue, "plan", lambda queue, loads: seen.append(loads))
+    monkeypatch.setattr(WaitingQueue, "plan", lambda queue, loads: seen.append(loads))
     return seen
 
 
@@ -205,12 +202,6 @@ def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
     admission.push([huge])
     admitted(admission, dict.fromkeys("abcd", 1))
     assert plans.pop() == [0.0] * 4
-
-
-def test_an_empty_cache_is_all_there_for_the_first_request():
-    admission = Admission(1, budget=CacheBudget(21, 1, 4))
-    admission.push([request("a")])
-    assert admission.pop({})[0].pause_at is None
 
 
 def test_only_what_paused_after_a_lease_goes_on_first():

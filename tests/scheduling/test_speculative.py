@@ -1,4 +1,3 @@
-import math
 from collections import defaultdict
 
 import pytest
@@ -6,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tabular import acceptances, after, completed, random_policy, sequences, verified
+from benchmarks.tabular import completed, random_policy, sequences, verified
 from lit_rlsched.engines.sampling import inverse_cdf
 from lit_rlsched.training.block_verification import (
     acceptance,
@@ -57,29 +56,6 @@ def test_what_loses_race_after_race_is_a_draw_of_the_last_policy(steps):
     assert max(abs(found[s] - expected[s]) for s in expected) < 1e-12
 
 
-def kept(rule, logp, logq, limit):
-    """Mean number of tokens that are kept of a draft."""
-    total = 0.0
-    for draft, probability in sequences(logq, limit).items():
-        (ps, p), (qs, q) = after(logp, draft), after(logq, draft)
-        if rule == "tokens":
-            accepts = (p - q).clamp(max=0).exp().cumprod(0)
-            total += probability * float(accepts.sum())
-        else:
-            log_weights = prefix_weights(p, q)
-            more = excess(log_weights[:-1], ps, qs).sum(-1)
-            h = acceptances(log_weights, more)[1:]
-            reached = 1 - (1 - h).flip(0).cumprod(0)  # some prefix of this length or longer
-            total += probability * float(reached.sum())
-    return total
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_fewer_are_kept_than_token_by_token(seed):
-    logp, logq = random_policy(3, 5, seed, 1.0), random_policy(3, 5, 100 + seed, 1.0)
-    assert kept("prefixes", logp, logq, 5) > kept("tokens", logp, logq, 5)
-
-
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=8))
 def test_prefix_weights_are_the_recursion(steps):
     steps = torch.tensor(steps).double()
@@ -87,12 +63,6 @@ def test_prefix_weights_are_the_recursion(steps):
     for ratio in steps.exp().tolist():
         expected.append(min(1.0, expected[-1] * ratio))
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_token_that_cannot_be_drawn_ends_the_prefix():
-    logp, logq = torch.tensor([-1.0, -math.inf, -0.5]), torch.tensor([-1.0, -1.0, -1.0])
-    weights = prefix_weights(logp, logq).exp().tolist()
-    assert weights == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_acceptance_by_hand():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
+from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -114,12 +114,6 @@ def test_a_cycle_ends_with_a_long_round():
     assert not rule.ends_cycle(fresh(3), lost(1))
 
 
-def test_a_race_is_on_policy_and_waits_for_scores():
-    rule = TailRound(4, 2)
-    assert rule.max_staleness == 0 and not rule.off_policy
-    assert rule.patience == PATIENCE > 0
-
-
 @pytest.mark.parametrize(("prompts", "ratio", "fits"), [(8, 1.25, True), (7, 1.25, False)])
 def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fits):
     rule = TailRound(4, 2, ratio)
@@ -132,13 +126,6 @@ def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fit
     )
     with pytest.raises(UsageError, match=message):
         rule.check_enough(prompts)
-
-
-def test_without_a_race_a_round_of_prompts_is_enough():
-    rule = TailRound(4, 2, prompt_ratio=1)
-    rule.check_enough(4)
-    with pytest.raises(UsageError, match=r"`prompts_per_round=4` is more than .* 3 prompts\. Use"):
-        rule.check_enough(3)
 
 
 # Who wins.
@@ -171,19 +158,6 @@ def test_without_patience_whoever_is_scored_overtakes():
     trained, left = rule.settle([slow, a, b], state)
     assert names(trained) == "ab" and names(left) == "s"
     assert not rule.done(state_of([slow, a], patient=False))
-
-
-def test_a_round_that_is_not_over_awaits_nothing():
-    rule = TailRound(2, 2)
-    assert not rule.awaits(state_of([group("s", None, None)]))
-    assert not rule.awaits(state_of([]))
-    assert rule.awaits(state_of([group("s", None, None), group("t", 1.0, None)]))
-
-
-def test_a_group_of_which_something_is_left_counts():
-    rule, half = TailRound(1, 2), group("h", 1.0, 0.0, dropped=(0,))
-    assert rule.done(state_of([half]))
-    assert names(rule.settle([half], state_of([half]))[0]) == "h"
 
 
 def test_a_group_is_not_useless_before_its_last_score():
@@ -229,13 +203,6 @@ def test_patience_with_single_completions():
     a.completions[1].scores = [0.0]
     assert [c.index for c in rule.enough(a, patient)] == [1, 3]
     assert not rule.awaits(patient)
-
-
-def test_where_whole_prompts_race_a_group_needs_all_of_its_completions():
-    for rule in (TailRound(2, 2), TailRound(2, 2, completion_ratio=1)):
-        a = group("a", 1.0, 1.0)
-        state = state_of([], finished={"a@0": a.completions})
-        assert rule.enough(a, state) is None and not rule.awaits(state)
 
 
 def test_what_lost_keeps_as_many_completions_as_are_trained_on():
@@ -287,9 +254,3 @@ def test_settling_is_a_partition(kinds, random, update, patient):
     if rule.done(state):
         first = [g for g in of_value if patient or g.complete][:update]
         assert sorted(names(useful)) == sorted(names(first))
-
-
-def test_a_long_round_is_logged():
-    rule = TailRound(2, 2)
-    assert rule.metrics(lost(2)) == {"tail_batching/long_round": 1.0}
-    assert rule.metrics(fresh(3)) == {"tail_batching/long_round": 0.0}

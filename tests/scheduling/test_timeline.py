@@ -11,11 +11,7 @@ from lit_rlsched.scheduling.timeline import (
     REWARDS,
     TRAINER,
     WEIGHTS,
-    Interval,
     Timeline,
-    cut,
-    flatten,
-    union,
 )
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 
@@ -140,19 +136,6 @@ def test_steps_at_most_ten_ms_apart_are_one_interval():
     ]
 
 
-def test_gradients_during_a_rollout_are_work():
-    trace = trace_of([(0, 2, 8)])
-    trace.worked(3, 5)
-    lap = lap_of([(TRAINER, "rollout", 2, 8, ENGINES)], until=8, traces=[trace])
-    assert ("gradients", 3, 5, None) in shown(lap, TRAINER)
-
-
-def test_both_work_while_weights_are_copied():
-    both = [(TRAINER, WEIGHTS, 0, 3), (ENGINES, WEIGHTS, 0, 3)]
-    lap = lap_of(both, until=3, traces=[trace_of([])])
-    assert shown(lap, TRAINER) == shown(lap, "engine 0") == [(WEIGHTS, 0, 3, None)]
-
-
 def test_an_interval_across_the_end_of_a_lap_is_in_both():
     clock = Clock()
     timeline = Timeline(clock)
@@ -251,27 +234,10 @@ def _waits(lap, lane, at):
     return next(i.waits_for for i in lap.lanes[lane] if i.start <= at < i.end)
 
 
-spans = st.lists(st.tuples(moments, moments).filter(lambda s: s[0] < s[1])).map(union)
-
-
-@given(spans, spans)
-@example([(2.0, 5.0)], [(0.0, 2.0), (5.0, 7.0)])
-def test_spans_are_cut_into_two_parts(first, second):
-    inside, outside = cut(first, second)
-    covered = lambda spans, at: any(a <= at < b for a, b in spans)  # noqa: E731
-    for at in (x + 0.5 for x in range(30)):
-        both = covered(first, at) and covered(second, at)
-        assert covered(inside, at) == both
-        assert covered(outside, at) == (covered(first, at) and not both)
-    lengths = [sum(b - a for a, b in part) for part in (inside, outside, first)]
-    assert lengths[0] + lengths[1] == lengths[2]
-    assert all(start < end for start, end in inside + outside)
-
-
 def test_later_intervals_hide_earlier_ones():
-    outer, inner = Interval("a", "x", 0, 9), Interval("a", "y", 2, 4)
-    assert [i[1:4] for i in flatten("a", [inner, outer], 1, 8)] == [
-        ("x", 1, 2),
-        ("y", 2, 4),
-        ("x", 4, 8),
+    intervals = [(TRAINER, "y", 2, 4), (TRAINER, "x", 0, 9)]
+    assert shown(lap_of(intervals, 8), TRAINER) == [
+        ("x", 0, 2, None),
+        ("y", 2, 4, None),
+        ("x", 4, 8, None),
     ]

@@ -51,13 +51,10 @@ def test_no_coefficient_is_below_zero_and_equals_are_not_split():
 COSTS = StepCosts(0.02, 0.001, 1e-6, 2e-5)
 
 
-def write_run(
-    folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0, beside=None, waits=0.0
-):
+def write_run(folder, noise=0.0, updates=(3e-4, 0.5), advantage=1.0, wobble=0.0, waits=0.0):
     """A run of six rounds whose seconds follow from known costs.
 
-    With `beside` every second rollout is beside a verification, and its steps take so many times as
-    long. Before each step the engine waits for so many seconds.
+    Before each step the engine waits for so many seconds.
     """
     chance = np.random.default_rng(0)
     writer = TraceWriter(folder / "traces")
@@ -74,7 +71,6 @@ def write_run(
             took = COSTS.base + COSTS.running * len(running) + COSTS.kv * cached
             took += COSTS.prefill * 30 * len(admitted)
             took *= math.exp(noise * chance.normal()) * (1 + wobble * (number % 2))
-            took *= beside if beside and number % 2 else 1
             if waits and now:  # the trace begins with the first step
                 pauses.append((now, now + waits))
                 now += waits
@@ -98,8 +94,6 @@ def write_run(
             at += took
         began = 1e4 * number  # on the run's clock
         rows[:-1] = [(lane, what, began + a, began + b, w) for lane, what, a, b, w in rows[:-1]]
-        if beside and number % 2:
-            rows.insert(0, ("trainer", "verify", began, began + trace.seconds, None))
         rows[:0] = [("engine 0", "wait", began + a, began + b, "trainer") for a, b in pauses]
         names = ("lane", "what", "start", "end", "waits_for")
         table = pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows[:-1]])
@@ -150,7 +144,7 @@ def test_the_costs_of_a_run_are_found(tmp_path):
     assert (costs.position, costs.update) == pytest.approx((3e-4, 0.5), rel=1e-6)
     assert costs.verify == FORWARD * costs.position
     assert costs.sync == pytest.approx(0.25) and costs.other == pytest.approx(0.129, abs=2e-3)
-    assert costs.reward_workers == 2 and costs.tail[-1] == pytest.approx(2.0)
+    assert costs.reward_workers == 2 and max(costs.reward) == pytest.approx(2.0)
     assert all(fit.fits and fit.error < 1e-3 for fit in costs.fits)
 
 
@@ -165,17 +159,6 @@ def test_seconds_beside_others_are_counted(own, others):
     found = seconds_beside(starts, ends, others)
     covered = {second for start, end in others for second in range(start, end)}
     assert found.tolist() == [len(covered & {*range(*interval)}) for interval in own]
-
-
-@pytest.mark.parametrize("slowdown", [1.0, 1.4, 2.5])
-def test_how_much_longer_steps_take_beside_an_update_is_found(tmp_path, slowdown):
-    """Every second round is drawn while the trainer computes."""
-    traces = write_run(tmp_path, beside=slowdown)
-    costs = calibrated(moved(traces))
-    found = [costs.step.base, costs.step.running, costs.step.kv, costs.step.prefill]
-    assert found == pytest.approx([COSTS.base, COSTS.running, COSTS.kv, COSTS.prefill], rel=0.02)
-    assert costs.slowdown == pytest.approx(slowdown, rel=0.01)
-    assert costs.fits[0].error < 0.01
 
 
 def test_an_engine_that_waits_in_a_round_takes_no_longer(tmp_path):

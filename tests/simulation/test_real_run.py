@@ -3,7 +3,7 @@
 import pytest
 
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutLogger
-from lit_rlsched.cli.simulate import DEFAULTS, calibrate, facts_of
+from lit_rlsched.cli.simulate import DEFAULTS, facts_of, simulate
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.simulation.costs import calibrated
@@ -34,7 +34,8 @@ def test_the_counts_of_each_round_are_those_of_the_run(fit, tmp_path, callbacks)
         for name in ("decode_steps", "slot_steps", "idle_slot_steps"):
             assert getattr(ours, name) == metrics[f"rollout/{name}"]
         assert ours.trained_tokens == metrics["rollout/tokens"]
-    assert "decode step: off by" in calibrate(str(tmp_path))
+    said = simulate(str(tmp_path), most_callbacks=1, rounds=2)
+    assert "Decode step: seconds off by" in said
 
 
 def test_a_resumed_run_has_the_traces_of_one_that_was_not_stopped(fit, tmp_path):

@@ -16,7 +16,7 @@ from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rewards import RewardScheduler
 from lit_rlsched.settings import RunFailed, UsageError
-from lit_rlsched.workers import pool, process
+from lit_rlsched.workers import pool
 
 Failures = dict[str, str | None]
 
@@ -192,12 +192,3 @@ def test_workers_killed_over_and_over_end_the_run_and_say_how_often(
             wait_until(lambda pid=worker.process.pid: not alive(pid))
             while worker in use.scheduler._workers or not use.scheduler._workers[0].ready:
                 use.scheduler.turn(0.1)
-
-
-def test_the_out_of_memory_killer_is_named(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = iter([4])  # when the worker is started
-    monkeypatch.setattr(process, "oom_kills", lambda: next(kills, 5))
-    use = asked(cases.misbehave)
-    use.ask(["killed"])
-    why = "crashed: the worker died of SIGKILL, while the kernel's out-of-memory killer was at work"
-    assert use.failures() == {"killed": why}

@@ -24,7 +24,7 @@ from lit_rlsched.callbacks.what_if import (
 from lit_rlsched.run.record import ROUND, TIME, RunRecord, read_run
 from lit_rlsched.run.saving.run_folder import full_name_of, read_row
 from lit_rlsched.scheduling.timeline import TRAINER
-from lit_rlsched.scheduling.trace_files import Newest, Traces
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import as_text
 from lit_rlsched.training.schedule import RunFacts
@@ -55,14 +55,9 @@ def run_data(
 ) -> Json:
     """Return what the report shows of a run, as JSON.
 
-    Args:
-        folder: Folder of the run.
-        facts: Facts about the run, to simulate other schedules on its lengths and costs.
-        record: What a run that goes on has measured; its files may not have it yet.
-        share: Share of a page's timelines and completions that are this run's.
-
-    Raises:
-        UsageError: the folder has no traces, or none of a whole round.
+    With `facts` other schedules are simulated on the run's lengths and costs. `record` is what a
+    run that goes on has measured: its files may not have it yet. `share` is the share of a page's
+    timelines and completions that are this run's.
     """
     traces = Traces(folder)
     traces.check()
@@ -83,7 +78,7 @@ def run_data(
             setting = setting_of(traces, ROUNDS)
             rows = [] if setting is None else setting.ours(facts, most_callbacks=1)
             own = own_schedule(traces, rows)
-            took = measured(Newest(traces, ROUNDS))
+            took = measured(traces.newest(ROUNDS))
             for row in first(rows):
                 of = row.outcome
                 shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
@@ -95,11 +90,24 @@ def run_data(
     notes += _missing(traces, rounds, lines)
     means = {name for row in metrics for name in row if name.endswith("/mean")}
     rewards = sorted(name for name in means if name.startswith("rewards/"))
+    told = {
+        "Model": about.get("model"),
+        "Training data": about.get("train_data"),
+        "Callbacks of the schedule": ", ".join(about["callbacks"]) or "none",
+        "Prompts of a round": about.get("prompts_per_round"),
+        "Completions of a prompt": about.get("num_generations"),
+        "Most tokens of a completion": about.get("max_completion_length"),
+        "Engine": about.get("engine"),
+        "Engines": about.get("engines"),
+        "Slots": about.get("slots"),
+        "Ranks": about.get("ranks"),
+        "Reward functions": ", ".join(about.get("reward_funcs") or ()),
+    }
     return {
         "name": full_name_of(folder),
         "folder": str(folder),
         "notes": notes,
-        "facts": _facts(about),
+        "facts": [(name, str(value)) for name, value in told.items() if value is not None],
         "compared": {name: about.get(name) for name in COMPARED},
         "curves": _columns(metrics, ("round", "seconds", *CURVES)),
         "rewards": _columns(metrics, ("round", "seconds", *rewards)),
@@ -121,23 +129,6 @@ COMPARED = {
     "tokenizer": "tokenizers",
 }
 """Settings that must be equal for runs to be compared, and what they are called."""
-
-
-def _facts(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = {
-        "Model": about.get("model"),
-        "Training data": about.get("train_data"),
-        "Callbacks of the schedule": ", ".join(about["callbacks"]) or "none",
-        "Prompts of a round": about.get("prompts_per_round"),
-        "Completions of a prompt": about.get("num_generations"),
-        "Most tokens of a completion": about.get("max_completion_length"),
-        "Engine": about.get("engine"),
-        "Engines": about.get("engines"),
-        "Slots": about.get("slots"),
-        "Ranks": about.get("ranks"),
-        "Reward functions": ", ".join(about.get("reward_funcs") or ()),
-    }
-    return [(name, str(value)) for name, value in rows.items() if value is not None]
 
 
 def _missing(
@@ -212,16 +203,14 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
     known = known[np.isfinite(known)]
     best, worst = (known.max(), known.min()) if len(known) else (math.nan, math.nan)
     for number, part in parts.items():
-        ended: dict[str, list[Json]] = defaultdict(list)
-        drawn, trained = [], []
-        for row in part.to_pylist():
-            if row["fate"] not in ("stop", "length"):
-                continue
-            drawn.append(row["drawn"])
-            if row["advantage"] and math.isfinite(row["advantage"]):
-                trained.append(row["drawn"])
-            ended[row["request"].rpartition("/")[0]].append(row)
-        counts[number] = Counter(_kind(of, best, worst) for of in ended.values())
+        ended = [row for row in part.to_pylist() if row["fate"] in ("stop", "length")]
+        groups_of: dict[str, list[Json]] = defaultdict(list)
+        for row in ended:
+            groups_of[row["request"].rpartition("/")[0]].append(row)
+        counts[number] = Counter(_kind(of, best, worst) for of in groups_of.values())
+        drawn = [row["drawn"] for row in ended]
+        counted = (row for row in ended if row["advantage"] and math.isfinite(row["advantage"]))
+        trained = [row["drawn"] for row in counted]
         if drawn:
             low, middle, high = np.quantile(drawn, (0.1, 0.5, 0.9)).tolist()
             row = {"round": number, "10 %": low, "median": middle, "90 %": high}
@@ -262,28 +251,20 @@ def _kind(group: Sequence[Json], best: float, worst: float) -> str:
 
 def _seconds_by_lane(traces: Traces) -> Json:
     """Return seconds of each round by what trainer and engines did."""
-    table = traces.table("intervals")
-    if not table.num_rows:
-        return {}
-    trainer: dict[str, Counter[int]] = defaultdict(Counter)
-    engines: dict[str, Counter[int]] = defaultdict(Counter)
-    names = ("round", "lane", "what", "start", "end", "waits_for")
-    num_engines = len({*table["lane"].to_pylist()} - {TRAINER})
-    for number, lane, what, start, end, whom in zip(
-        *(table[name].to_pylist() for name in names), strict=True
-    ):
-        does = activity(what, whom)
-        if lane == TRAINER:
-            trainer[does][number] += end - start
-        else:
-            engines[does][number] += (end - start) / num_engines
-    numbers = sorted({*table["round"].to_pylist()})
-    found: Json = {"round": numbers}
-    for name, seconds in (("trainer", trainer), ("engines", engines)):
-        found[name] = {
-            what: [rounded(of.get(n, 0.0)) for n in numbers] for what, of in seconds.items()
-        }
-    return found
+    rows = traces.rows("intervals")
+    numbers = sorted({row["round"] for row in rows})
+    engines = len({row["lane"] for row in rows} - {TRAINER})
+    found: dict[str, dict[str, dict[int, float]]] = {"trainer": {}, "engines": {}}
+    for row in rows:
+        lane, share = ("trainer", 1) if row["lane"] == TRAINER else ("engines", engines)
+        does = activity(row["what"], row["waits_for"])
+        seconds = found[lane].setdefault(does, dict.fromkeys(numbers, 0.0))
+        seconds[row["round"]] += (row["end"] - row["start"]) / share
+    lanes = {
+        lane: {does: [*map(rounded, seconds.values())] for does, seconds in of.items()}
+        for lane, of in found.items()
+    }
+    return {"round": numbers, **lanes} if rows else {}
 
 
 def _texts(path: Path, share: float) -> tuple[Json, list[str]]:

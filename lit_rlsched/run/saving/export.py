@@ -18,11 +18,7 @@ from transformers import AutoConfig, GenerationConfig
 from lit_rlsched.engines._vllm_args import LORA_RANKS
 from lit_rlsched.run.record import measured
 from lit_rlsched.run.run_config import versions
-from lit_rlsched.run.saving.checkpoints import (
-    CheckpointError,
-    is_sharded_checkpoint,
-    read_checkpoint,
-)
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.resuming import check_base, check_same_weights
 from lit_rlsched.run.saving.run_folder import folder_with, newest_checkpoint, run_state
 from lit_rlsched.settings import RunFailed, UsageError
@@ -91,7 +87,7 @@ def export(
     except HFValidationError as error:
         raise UsageError(f"`{push_to_hub=}`: use `NAME` or `USER/NAME`. ({error})") from error
     folder, source = new_folder(out), find_checkpoint(ckpt_path)
-    checkpoint = read_checkpoint(source, optimizers=False)
+    checkpoint = read_checkpoint(source)
     settings, about = checkpoint.get("hyper_parameters", {}), checkpoint.get("policy", {})
     weights = {
         name.removeprefix("model."): tensor
@@ -164,7 +160,7 @@ def find_checkpoint(ckpt_path: str) -> Path:
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
         raise UsageError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
-    if path.is_file() or is_sharded_checkpoint(path):
+    if path.is_file():
         return path
     newest = newest_checkpoint(path, resumable=False)
     if newest is None:

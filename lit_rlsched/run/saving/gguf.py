@@ -285,25 +285,11 @@ def _rope(
 
 
 def _llama3(given: NDArray[Any], frequencies: NDArray[Any]) -> dict[str, Any] | None:
-    """The parameters of `llama3` that divide the frequencies so, which the file does not name."""
+    """Meta's parameters of `llama3` that divide the frequencies so; the file does not name them."""
     factor = float(given.max())
-    kept = (1 / given - 1 / factor) / (1 - 1 / factor)
-    whole, between = kept > 1 - 1e-4, (kept > 1e-4) & (kept < 1 - 1e-4)
-    upper = frequencies[whole].min(initial=2 * frequencies.max())  # the line is 1 from here on
-    lower = frequencies[~whole & ~between].max(initial=0)  # and 0 up to here
-    x, y = frequencies[between], kept[between]
-    if len(x) > 1:
-        slope = (y[0] - y[-1]) / (x[0] - x[-1])
-    else:
-        slope = max([1 / (upper - lower), *(1 - y) / (upper - x), *y / (x - lower)])
-    zero = x[-1] - y[-1] / slope if len(x) else lower
-    lengths = (8192, *(2**power for power in range(4, 24)), *map(round, (3 * y[:1] + 1) / x[:1]))
-    for low, high, length in (  # Meta's with any length, then those of the line through the factors
-        *((1.0, 4.0, length) for length in lengths),
-        (float(8192 * zero), float(8192 * (zero + 1 / slope)), 8192),
-    ):
-        part = np.clip((length * frequencies - low) / (high - low), 0, 1)
+    for length in (2**power for power in range(4, 24)):
+        part = np.clip((length * frequencies - 1) / 3, 0, 1)
         if np.allclose(1 / ((1 - part) / factor + part), given, rtol=1e-5, atol=0):
-            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            return {"factor": factor, **dict(zip(names, (low, high, length), strict=True))}
+            ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"factor": factor, **ends, "original_max_position_embeddings": length}
     return None

@@ -4,23 +4,21 @@ Each check raises a `CheckpointError` or `ValueError` that names both values and
 """
 
 import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rlsched import __version__
 from lit_rlsched.run.saving.checkpoints import CheckpointError
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.lora import base_model
 from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
-from lit_rlsched.types import Completion, Group, stable_hash
+from lit_rlsched.types import Group, stable_hash
 
-FORMAT = 2
+FORMAT = 3
 """Format of the data module's state."""
 
 SAME_ON_RESUME = (
@@ -33,11 +31,6 @@ SAME_ON_RESUME = (
 """Settings of the data module that decide what is drawn."""
 
 _FIX = "or start a new run in another folder."
-
-
-def written() -> dict[str, Any]:
-    """Return the format of a state, which version writes it, and when."""
-    return {"format": FORMAT, "version": __version__, "unix_seconds": time.time()}
 
 
 def check_same_weights(
@@ -66,16 +59,6 @@ def check_same_adapter(saved: Mapping[str, Any] | None, ours: Mapping[str, Any] 
                 f"run `{name}={ours.get(name)}`. Resume with the `lora_*` settings of the "
                 f"checkpoint, {_FIX}"
             )
-
-
-def check_has_state(ckpt_path: Any, datamodule: object) -> None:
-    """Refuse a checkpoint that brought no state for a data module."""
-    if ckpt_path is not None:
-        raise CheckpointError(
-            f"`{ckpt_path}` has no state of `{type(datamodule).__qualname__}`: no prompts, pool, "
-            "round or counters to resume. Resume from a checkpoint of the whole run, or start a "
-            "new run without `ckpt_path`."
-        )
 
 
 def check_state(state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -125,16 +108,6 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
             "were trained on, and this run compares each completion with its whole group. "
             f"Resume with `advantage='reinforce++'` and without `DownSampling`, {_FIX}"
         )
-
-
-def complete(
-    completions: Iterable[Completion],
-    decode: Callable[[Sequence[int]], str],
-) -> None:
-    """Add the texts that a checkpoint does not hold."""
-    for completion in completions:
-        if completion.finished:
-            completion.text = decode(completion.own_ids)
 
 
 def origin(model: nn.Module, reference: str = "initial") -> dict[str, Any]:

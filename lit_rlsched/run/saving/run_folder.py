@@ -1,7 +1,6 @@
 """Folder of a run: holds every file that the run writes, and is locked while the run lasts."""
 
 import json
-import math
 import os
 import re
 import socket
@@ -17,7 +16,7 @@ from lightning import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lit_rlsched.processes import require_posix
-from lit_rlsched.run.saving.checkpoints import CheckpointError, inspect_checkpoint
+from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import is_deep
 
@@ -156,7 +155,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
-    """Return the newest readable checkpoint in these folders, and warn of newer ones.
+    """Return the newest readable checkpoint in these folders, and warn of the others.
 
     The order is that in which they were saved: a copy changes the times of files.
     """
@@ -164,7 +163,7 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     broken: dict[Path, CheckpointError] = {}
     for path in sorted({path.resolve() for folder in folders for path in folder.rglob("*.ckpt")}):
         try:
-            checkpoint = inspect_checkpoint(path, verify=False)
+            checkpoint = read_checkpoint(path, verify=False)
         except CheckpointError as error:
             broken[path] = error
             continue
@@ -175,12 +174,11 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
     found, instead = None, "The run starts from scratch instead." if resumable else ""
     for path in sorted(order, key=lambda path: (order[path], path), reverse=True):
         try:
-            inspect_checkpoint(path)
+            read_checkpoint(path)
         except CheckpointError as error:
             broken[path] = error
             continue
-        found, steps = path, order[path][-1]
-        broken = {of: error for of, error in broken.items() if not _steps(of) < steps}
+        found = path
         instead = f"The run resumes from `{path}`" if resumable else f"`{path}` is used"
         instead += " instead."
         break
@@ -188,12 +186,6 @@ def newest_checkpoint(*folders: Path, resumable: bool = True) -> Path | None:
         why = " ".join(f"{str(e).partition('. Use another')[0]}." for e in broken.values())
         rank_zero_warn(f"{why} {instead}".rstrip())
     return found
-
-
-def _steps(path: Path) -> float:
-    """Return the optimizer steps in the name of a checkpoint; infinite if it has none."""
-    match = re.search(r"step[=_](\d+)", path.name)
-    return int(match[1]) if match else math.inf
 
 
 def run_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

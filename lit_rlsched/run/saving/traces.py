@@ -1,4 +1,4 @@
-"""What a run leaves for `lit-rlsched calibrate`, `simulate` and its report: rows of each round."""
+"""What a run leaves for `lit-rlsched simulate` and its report: rows of each round."""
 
 import json
 from array import array
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from lit_rlsched.data.rows import name_of
-from lit_rlsched.run.facts import recorded
+from lit_rlsched.run.switches import recorded
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.scheduling.timeline import Lap
 from lit_rlsched.settings import plain
