@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from character_tokenizer import make_tokenizer
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
@@ -619,4 +620,5 @@ AT_FIT = [
         verify_sync=False,
     ),
     during("Remove `MicroBatchAccumulation`", MicroBatchAccumulation),
+    during(r"`GRPOModule` has none\. Add", BackboneFinetuning),
 ]

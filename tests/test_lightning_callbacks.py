@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -20,7 +20,6 @@ from lit_rlsched.run.checks import REFUSED_CALLBACKS, check_trainer
 from lit_rlsched.settings import UsageError
 
 MADE: dict[str, Any] = {
-    "BaseFinetuning": {},
     "BatchSizeFinder": {},
     "GradientAccumulationScheduler": {"scheduling": {1: 2}},
     "LearningRateFinder": {},
@@ -29,14 +28,14 @@ MADE: dict[str, Any] = {
 }
 """Arguments of those that are refused."""
 TRIED = {
-    *("BasePredictionWriter", "DeviceStatsMonitor"),
+    *("BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "DeviceStatsMonitor"),
     *("EarlyStopping", "EMAWeightAveraging", "LambdaCallback", "LearningRateMonitor"),
     *("ModelCheckpoint", "ModelSummary", "OnExceptionCheckpoint", "RichModelSummary"),
     *("RichProgressBar", "StochasticWeightAveraging", "ThroughputMonitor", "Timer"),
     *("TQDMProgressBar", "WeightAveraging"),
 }
 """Those of which a test below, or of `test_module.py`, sees the effect."""
-BASES = {"BackboneFinetuning", "Callback", "Checkpoint", "ProgressBar"}
+BASES = {"Callback", "Checkpoint", "ProgressBar"}
 
 
 def test_every_callback_is_tried_or_refused():
@@ -117,6 +116,44 @@ def test_a_moving_average_is_validated_and_the_policy_goes_on(fit, tiny_model, s
     for trained in steps[1:]:
         average = (average + trained) / 2
     torch.testing.assert_close(last, average, rtol=1e-6, atol=1e-8)
+
+
+def layers(module: Any) -> Any:
+    return module.model.model.layers
+
+
+class Finetuning(callbacks.BaseFinetuning):
+    """Trains the first layer from the second round on."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(layers(pl_module)[0])
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(layers(pl_module)[0], optimizer, lr=1e-3)
+
+
+class WithBackbone(GRPOModule):
+    @property
+    def backbone(self) -> Any:
+        return layers(self)[0]
+
+
+@pytest.mark.parametrize("whose", ["own", "backbone"])
+def test_frozen_layers_stay_as_they_are(fit, tiny_model, whose):
+    def first_and_all(trainer, pl_module):
+        return vector(layers(pl_module)[0]), vector(pl_module)
+
+    seen = At(first_and_all, "on_train_epoch_start", "on_train_end")
+    if whose == "own":
+        module, freezes = GRPOModule(tiny_model, learning_rate=1e-3), Finetuning()
+    else:
+        module = WithBackbone(tiny_model, learning_rate=1e-3)
+        freezes = callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+    fit(module, [seen, freezes], trainer={"max_epochs": 3})
+    frozen, whole = zip(*seen.seen, strict=True)
+    assert torch.equal(frozen[0], frozen[1]) and not torch.equal(frozen[1], frozen[-1])
+    assert not torch.equal(whole[0], whole[1])
 
 
 class Written(callbacks.BasePredictionWriter):

@@ -25,8 +25,6 @@ _ACCUMULATES = (
     "`steps_per_round` that of a step"
 )
 REFUSED_CALLBACKS: dict[str, str] = {
-    "BaseFinetuning": "it changes which weights are trained in the middle of a run, and a resumed "
-    "run could not go on with the optimizer's state. Use `lora_rank`, which freezes the whole base",
     "BatchSizeFinder": "the size of a batch, an optimizer step, decides what is learned, and not "
     "what fits into memory. `micro_batch_tokens` decides that; `lit-rlsched estimate` says "
     "whether it fits. (`Tuner.scale_batch_size` adds this callback)",
@@ -121,6 +119,14 @@ def check_trainer(trainer: Trainer) -> None:
             raise UsageError(
                 f"`{name}`: it averages whole weights, and each process has a part of them. Use "
                 "`strategy='ddp'`."
+            )
+        module = trainer.lightning_module
+        has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
+        if "BackboneFinetuning" in names and module and not has:
+            raise UsageError(
+                f"`{name}` freezes the module's `backbone`, and `{type(module).__name__}` has "
+                "none. Add a property of this name to a subclass, or use `lora_rank`, which "
+                "freezes the whole base."
             )
 
 

@@ -73,11 +73,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         by_id = {id(p): name for name, p in module.named_parameters()}
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if check is not None:
-                module.adopt_optimizer(optimizer, state, checkpoint)
+                state = module.adopt_optimizer(optimizer, state, checkpoint)
             kept = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
             params = [p for group in optimizer.param_groups for p in group["params"]]
             named = _renamed(state, {i: by_id[id(p)] for i, p in enumerate(params)})
             set_optimizer_state_dict(module, optimizer, named, options=options)
+            for i, p in enumerate(params):
+                if i not in state["state"]:  # PyTorch has made one that counts a step
+                    optimizer.state.pop(p, None)
             for group, (fused, foreach) in zip(optimizer.param_groups, kept, strict=True):
                 group |= {"fused": fused, "foreach": foreach}  # as this device steps best
         return checkpoint

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lit_rlsched.run.checks import check_accumulation
 from lit_rlsched.run.interrupts import count_epoch
 from lit_rlsched.run.record import RunRecord
+from lit_rlsched.run.saving.module_state import ThawedWeights
 from lit_rlsched.scheduling.timeline import TRAINER, UPDATE, Timeline
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.micro_batches import MicroBatch
@@ -70,6 +71,7 @@ class FitSettings:
             trainer.fit_loop.max_batches = self.steps
             self._counting = True
         self._add(Recorder(record, timeline))
+        self._add(ThawedWeights())
 
     @property
     def rounds_left(self) -> int | None:

@@ -122,12 +122,16 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
 
 
 class _Schedule(LambdaLR):
-    """Goes on with the parameter groups of a checkpoint, which may be others."""
+    """Leaves parameter groups alone that a callback adds later, such as `BackboneFinetuning`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take one learning rate for each parameter group of the checkpoint."""
         super().load_state_dict(state_dict)
         self.lr_lambdas = self.lr_lambdas[:1] * len(self.base_lrs)
+
+    def get_lr(self) -> list[Any]:
+        scheduled = super().get_lr()
+        return [*scheduled, *(g["lr"] for g in self.optimizer.param_groups[len(scheduled) :])]
 
 
 def check_gradient(trainer: Trainer, norm: Tensor, loss: Tensor | float) -> None:

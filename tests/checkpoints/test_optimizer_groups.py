@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import SGD, Adam, AdamW
 
 from lit_rlsched import GRPOModule
@@ -94,15 +96,81 @@ def test_the_state_of_another_optimizer_is_refused(tiny_model, save, resume, bef
         resume(made(after), path)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_the_state_of_other_weights_is_refused(tiny_model, save, resume, frozen):
-    class Frozen(GRPOModule):
-        def configure_model(self) -> None:
-            super().configure_model()
-            self.model.get_input_embeddings().requires_grad_(False)
+class Thaws(BaseFinetuning):
+    """Trains the first layer from a round on."""
 
-    kinds = (Frozen, GRPOModule) if frozen else (GRPOModule, Frozen)
-    before, after = (kind(tiny_model) for kind in kinds)
-    path, *_ = save(before)
-    with pytest.raises(UsageError, match=r"while other weights were trained: 1 differ.*embed"):
-        resume(after, path)
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.model.layers[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == self.at:
+            layer = pl_module.model.model.layers[0]
+            self.unfreeze_and_add_param_group(layer, optimizer, lr=1e-3)
+
+
+def test_other_weights_are_trained_after_a_resume(tiny_model, save, resume):
+    frozen, before, _ = save(GRPOModule(tiny_model, weight_decay=0.1), Thaws(9))
+    module = GRPOModule(tiny_model, weight_decay=0.1)
+    trainer, said = resume(module, frozen)
+    found = moments(trainer, module)
+    assert found.keys() == before.keys() < settings_of(trainer, module).keys()
+    assert all(torch.equal(found[name], before[name]) for name in found)
+    assert any("are trained now, with a new state" in text for text in said)
+    after = settings_of(trainer, module)
+    assert after["model.model.layers.0.mlp.up_proj.weight"]["weight_decay"] == 0.1
+    assert after["model.model.layers.0.input_layernorm.weight"]["weight_decay"] == 0.0
+    trainer, _ = resume(GRPOModule(tiny_model, weight_decay=0.1), frozen, epochs=2)
+    assert trainer.global_step == 2
+
+    whole, before, _ = save(GRPOModule(tiny_model))
+    module = GRPOModule(tiny_model)
+    trainer, said = resume(module, whole, Thaws(9))
+    found = moments(trainer, module)
+    assert found.keys() == settings_of(trainer, module).keys() < before.keys()
+    assert all(torch.equal(found[name], before[name]) for name in found)
+    assert any("are trained no more" in text for text in said)
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_layers_that_were_thawed_stay_so(tiny_model, save, resume, thawed):
+    """Whether the run stopped before or after the thaw, it goes on as if it had not."""
+    settings, epochs = {"learning_rate": 1e-3, "weight_decay": 0.1}, 2 if thawed else 1
+    whole = GRPOModule(tiny_model, **settings)
+    *_, groups = save(whole, Thaws(1), epochs=4)
+    path, *_ = save(GRPOModule(tiny_model, **settings), Thaws(1), epochs=epochs)
+    resumed = GRPOModule(tiny_model, **settings)
+    trainer, _ = resume(resumed, path, Thaws(1), epochs=4)
+    assert all(p.requires_grad for p in resumed.parameters())
+    assert settings_of(trainer, resumed) == groups
+    for (name, ours), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, other), name
+
+
+class Whole(GRPOModule):
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-3)
+
+
+class Keep(Callback):
+    """Saves in the run."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_layers_that_an_optimizer_has_but_nothing_thawed_stay_frozen(
+    tiny_model, save, resume, tmp_path
+):
+    path = tmp_path / "in the run.ckpt"
+    save(Whole(tiny_model), Thaws(9), Keep(path))
+    module = Whole(tiny_model)
+    resume(module, path, Thaws(9), epochs=2)
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    assert frozen and all(name.startswith("model.model.layers.0.") for name in frozen)

@@ -1,11 +1,12 @@
-"""Policy and optimizer in checkpoints, checked before they are loaded."""
+"""Policy, optimizer and thawed weights in checkpoints, checked before they are loaded."""
 
 import json
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
-from lightning import LightningModule
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -84,39 +85,18 @@ class PolicyCheckpoints(LightningModule):
 
     def adopt_optimizer(
         self, optimizer: Optimizer, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
-    ) -> None:
-        """Group the weights as a checkpoint does, so that its state of the optimizer fits.
-
-        Raises:
-            UsageError: the state is of another optimizer, or of other weights.
-        """
+    ) -> dict[str, Any]:
+        """Return a checkpoint's state of the optimizer, for the weights of this run."""
         if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
             rank_zero_warn(text)
-        about = checkpoint["policy"]["optimizer"]
-        if about["class"] != type(optimizer).__name__:
-            raise UsageError(
-                f"The checkpoint has the state of the optimizer `{about['class']}`, and this run "
-                f"has `{type(optimizer).__name__}`. Return the former from `configure_optimizers`, "
-                "or start a new run from the exported weights."
-            )
-        names, groups = chain(*_names(optimizer, self)), optimizer.param_groups
-        weights = dict(zip(names, chain(*(group["params"] for group in groups)), strict=True))
-        if odd := sorted(weights.keys() ^ {*chain(*about["groups"])}):
-            raise UsageError(
-                f"The checkpoint was made while other weights were trained: {len(odd)} differ, the "
-                f"first is `{odd[0]}`. Train the same ones, or start a new run from the exported "
-                "weights."
-            )
-        optimizer.param_groups = [
-            {**groups[0], "params": [weights[name] for name in names]} for names in about["groups"]
-        ]
+        return _adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
 
     def on_fit_start(self) -> None:
-        """Prepare the optimizer for the checkpoint's state, which Lightning loads next."""
+        """Adopt the checkpoint's optimizer state, which Lightning loads next."""
         checkpoint, self._resumed = self._resumed, None
         if checkpoint is not None and self.trainer.ckpt_path is not None:
-            state = checkpoint["optimizer_states"][0]
-            self.adopt_optimizer(self.trainer.optimizers[0], state, checkpoint)
+            states = checkpoint["optimizer_states"]
+            states[:1] = [self.adopt_optimizer(self.trainer.optimizers[0], states[0], checkpoint)]
 
     def _saved_keys(self) -> set[str]:
         if self.hparams["lora_rank"]:
@@ -130,10 +110,104 @@ def without_base(module: PolicyCheckpoints, keys: Any) -> None:
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]
 
 
+def _adopt(
+    optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
+) -> dict[str, Any]:
+    """Group the weights as a checkpoint does; return its state for the weights that are there."""
+    if about["class"] != type(optimizer).__name__:
+        raise UsageError(
+            f"The checkpoint has the state of the optimizer `{about['class']}`, and this run has "
+            f"`{type(optimizer).__name__}`. Return the former from `configure_optimizers`, or "
+            "start a new run from the exported weights."
+        )
+    ours, theirs, groups = _names(optimizer, module), about["groups"], state["param_groups"]
+    if theirs == ours:
+        return dict(state)
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
+    weights = dict(zip(chain(*ours), parameters, strict=True))
+    place = {name: i for i, names in enumerate(theirs) for name in names}
+    kept = [[name for name in names if name in weights] for names in theirs]
+    for names in ours:  # what is new goes where the rest of its group went
+        beside = next((place[name] for name in names if name in place), 0)
+        kept[beside] += [name for name in names if name not in place]
+    for changed, what in (
+        ([name for name in weights if name not in place], "are trained now, with a new state"),
+        ([name for name in place if name not in weights], "are trained no more"),
+    ):
+        if changed:
+            rank_zero_warn(
+                f"The checkpoint was made while other weights were trained: {len(changed)} {what}; "
+                f"the first is `{changed[0]}`."
+            )
+    optimizer.param_groups = [
+        {**optimizer.param_groups[0], "params": [weights[name] for name in names]} for names in kept
+    ]
+    numbers = chain(*(group["params"] for group in groups))
+    old = dict(zip(chain(*theirs), numbers, strict=True))
+    new = {name: number for number, name in enumerate(chain(*kept))}
+    return {
+        "state": {
+            number: state["state"][old[name]]
+            for name, number in new.items()
+            if old.get(name) in state["state"]
+        },
+        "param_groups": [
+            {**group, "params": [new[name] for name in names]}
+            for group, names in zip(groups, kept, strict=True)
+        ],
+    }
+
+
 def _names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
     """Return the names of the weights in an optimizer's groups."""
     names = {id(p): name for name, p in module.named_parameters()}
+    number = count()
     return [
-        [names.get(id(p), "not of the module") for p in group["params"]]
+        [names.get(id(p)) or f"not of the module {next(number)}" for p in group["params"]]
         for group in optimizer.param_groups
     ]
+
+
+_TRAINED = "trained_weights"
+"""Key of a checkpoint: names of the weights that were not frozen."""
+
+
+class ThawedWeights(Callback):
+    """Lets a resumed run train the weights that `BaseFinetuning` had thawed."""
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note which weights are trained."""
+        if _finetuning(trainer):
+            named = pl_module.named_parameters()
+            checkpoint[_TRAINED] = [name for name, p in named if p.requires_grad]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Thaw before the optimizer is made; refuse to thaw sharded weights."""
+        states = checkpoint.get("callbacks", {})
+        saved = [states[c.state_key] for c in _finetuning(trainer) if c.state_key in states]
+        if not saved:
+            return
+        # those in the optimizers, for a checkpoint that was saved after `fit`
+        optimizers = [state.get("internal_optimizer_metadata", {}) for state in saved]
+        groups = [group for of in optimizers for groups in of.values() for group in groups]
+        optimized = [name for group in groups for name in group["params"]]
+        weights = dict(pl_module.named_parameters())  # the callback has frozen them in `setup`
+        names = [name for name in checkpoint.get(_TRAINED, optimized) if name in weights]
+        frozen = [name for name in names if not weights[name].requires_grad]
+        if frozen and trainer.strategy.restore_checkpoint_after_setup:
+            raise UsageError(
+                f"`BaseFinetuning` had thawed `{frozen[0]}` before the checkpoint, and with "
+                f"`strategy={type(trainer.strategy).__name__}` the optimizer cannot get it back. "
+                "Resume with `strategy='ddp'` or on one device."
+            )
+        for name in frozen:
+            weights[name].requires_grad_(True)
+
+
+def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
