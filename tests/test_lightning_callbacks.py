@@ -77,6 +77,13 @@ def test_sharded_weights_are_not_averaged(name):
         check_trainer(trainer)
 
 
+def test_ddp_refuses_layers_that_are_thawed_later():
+    made = callbacks.BackboneFinetuning()
+    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, logger=False, callbacks=[made])
+    with pytest.raises(UsageError, match="`BackboneFinetuning` with 2 processes"):
+        check_trainer(trainer)
+
+
 def weights(trainer, pl_module, *_):
     return vector(pl_module)
 

@@ -120,6 +120,11 @@ def check_trainer(trainer: Trainer) -> None:
                 f"`{name}`: it averages whole weights, and each process has a part of them. Use "
                 "`strategy='ddp'`."
             )
+        if "BaseFinetuning" in names and trainer.world_size > 1 and not is_sharded(trainer):
+            raise UsageError(
+                f"`{name}` with {trainer.world_size} processes: DDP does not share the gradients "
+                "of weights that are thawed later. Use `strategy='fsdp2'` or one device."
+            )
         module = trainer.lightning_module
         has = hasattr(type(module), "backbone") or hasattr(module, "backbone")
         if "BackboneFinetuning" in names and module and not has:
