@@ -48,11 +48,6 @@ class ChildProcess:
         theirs.close()
         os.close(read)
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._lifeline < 0
-
     def kill_group(self) -> None:
         """Kill the process group of the child, which must not have been waited for."""
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
@@ -14,9 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lit_rlsched.callbacks.rollout_callback import run_of
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.text import printable
-
-if TYPE_CHECKING:
-    pass
 
 
 class CompletionWriter(RemembersInit, BasePredictionWriter):
@@ -109,7 +106,11 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(row, default=str)
-    except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
-        return json.dumps({str(name): str(value) for name, value in row.items()})
+    cells = []
+    for name, value in row.items():
+        try:
+            cell = json.dumps(value, default=str)
+        except (TypeError, ValueError, RecursionError):  # a key that is no text, or a circle
+            cell = json.dumps(str(value))
+        cells.append(f"{json.dumps(str(name))}: {cell}")
+    return "{" + ", ".join(cells) + "}"

@@ -136,7 +136,10 @@ class RolloutProgressBar(TQDMProgressBar, RolloutCallback):
         ]
         before, began = self._ends[0]
         if before < done < total:
-            parts.append(f"{duration((now - began) * (total - done) / (done - before))} left")
+            rounds_left = (total - done) / (done - before) * (len(self._ends) - 1)
+            if trainer.max_epochs not in (None, -1):  # whichever comes first
+                rounds_left = min(rounds_left, trainer.max_epochs - rounds)
+            parts.append(f"{duration((now - began) / (len(self._ends) - 1) * rounds_left)} left")
         of = "" if trainer.max_epochs == -1 else f"/{trainer.max_epochs}"
         self._print(f"round {rounds}{of}: {', '.join(parts)}")
         self._printed, self._round, self._accuracy = now, None, None

@@ -1,5 +1,6 @@
-"""Rows of prompts, read from files, folders, data sets and tasks; errors name row and column."""
+"""Rows of prompts, read from files, folders, data sets and tasks; errors name the row."""
 
+import glob
 import json
 import pickle
 from collections import Counter
@@ -247,7 +248,7 @@ def _open_parquet(path: Path) -> Any:
                 f"`{path}` has two columns `{twice[0]}`. Rename or remove one of them."
             )
         _check_some(file.metadata.num_rows, str(path))
-    return Dataset.from_parquet(str(path))
+    return Dataset.from_parquet(glob.escape(str(path)))
 
 
 def _open_folder(path: Path) -> Any:

@@ -187,9 +187,9 @@ class Child(ABC):
     def kill(self) -> str:
         """Kill the process and all processes it started; return how it ended."""
         if not self._ended:
-            self._ended = True
             self._watch.end()
             ended = self.end()
+            self._ended = True
             self._end = self._fault or ended
         return self._end
 

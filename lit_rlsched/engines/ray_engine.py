@@ -314,6 +314,8 @@ class ActorChild(Child):
         return "" if self.is_here or not self._address else f" on {self._address}"
 
     def post(self, message: tuple[Any, ...]) -> None:
+        if message[1] == "close" and self._hello is not None:
+            raise ConnectionError("the actor has not started")  # which may take minutes
         self._greet()
         self._actor.tell.remote(self._sent, message)
         self._sent += 1

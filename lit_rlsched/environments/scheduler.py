@@ -220,10 +220,10 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         if session is None:
             return
         self._came = [answer for answer in self._came if answer.key != key]
+        self._suspects.discard(key)
         if session.worker is not None and session.waits_for is not None:
             session.key = None  # it ends with its answer, or when its time is up
             return
-        self._suspects.discard(key)
         if session.worker is None:
             self._pools[0].queue.remove(session)
         else:
@@ -307,6 +307,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             self._came.append(self._answer(session.key, what, result, failure, str(state)))
         if session.key is None or failure is not None:  # closed meanwhile, or at an end
             self._sessions.pop(session.key, None)
+            self._suspects.discard(session.key)
             del worker.sessions[number]
             worker.send(("close", number))
 

@@ -72,6 +72,8 @@ SETTINGS = {"rubric", "lowest", "highest", "mark"}
 """Fields of the template that are filled in from the judge's settings."""
 BUILT_IN_FIELDS = {"prompt", "completion", *SETTINGS}
 SCORE_PATTERN = r"<score>\s*([-+]?\d+(?:\.\d+)?)\s*</score>"
+CHARACTERS_PER_TOKEN = 16
+"""Length of an answer that is kept per token of `max_tokens`: an endpoint may ignore that limit."""
 SHARE_OF_TIMEOUT = 0.9
 """Share of `reward_timeout` that a judge may take; the rest is for reporting the failure."""
 
@@ -229,7 +231,7 @@ class JudgeReward(RemembersInit):
             try:
                 async with asyncio.timeout(limit) as scope:
                     answer = await self.answer(question)
-                answers[row] = answer
+                answers[row] = answer = answer[: CHARACTERS_PER_TOKEN * self.max_tokens]
                 return self.score(answer, completions[row])
             except TimeoutError:
                 if not scope.expired():

@@ -178,19 +178,17 @@ def check_accumulation(trainer: Trainer) -> None:
 def check_strategy(trainer: Trainer) -> None:
     """Refuse a Trainer whose processes could not share the update."""
     strategy, size = trainer.strategy, trainer.world_size
-    if size == 1:
-        return
     name = type(strategy).__name__
     fix = "Use `strategy='ddp'`, or `strategy='fsdp2'` for a model that one device cannot hold."
+    if size == 1 and (not is_sharded(trainer) or isinstance(strategy, FSDP2Strategy)):
+        return
     if isinstance(strategy.launcher, _MultiProcessingLauncher):
         raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` starts its {size} processes from this one, without "
             f"its engine and data. {fix}"
         )
     if not isinstance(strategy, DDPStrategy | FSDP2Strategy):
-        raise UsageError(
-            f"`Trainer(strategy=...)`: `{name}` is not supported with {size} processes. {fix}"
-        )
+        raise UsageError(f"`Trainer(strategy=...)`: `{name}` is not supported. {fix}")
 
 
 def check_parallelism(

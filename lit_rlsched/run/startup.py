@@ -33,6 +33,7 @@ from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token
+from lit_rlsched.training.learner import half_learner
 from lit_rlsched.training.logprobs import SHARDED_FORWARD
 from lit_rlsched.training.lora import base_model, check_adapters
 from lit_rlsched.training.policy import (
@@ -290,6 +291,8 @@ class Startup:
             rule.most_prompts() * rule.launched(settings.num_generations),
             self.policy if trains else None,
         )
+        if trains and (half := half_learner(self._trainer.lightning_module)):
+            told.append(half)
         if lost := self._lost_tokens():
             told.append(
                 f"The special tokens {', '.join(map(repr, lost))} of the tokenizer are left out of "

@@ -1,7 +1,7 @@
 """What a script reads of TRL's trainers once they have trained: state, result, accelerator."""
 
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,11 @@ class History(Callback, Logger):
         self._steps = 0
         self._began = 0.0, 0
 
+    @property
+    def save_dir(self) -> str | None:
+        """Folder of the run."""
+        return None if self.trainer is None else self.trainer.default_root_dir
+
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing: the settings are the script's."""
 
@@ -66,9 +71,8 @@ class History(Callback, Logger):
         """Start the clock."""
         self._began = time.time(), self._steps
         run = trainer.datamodule.run  # type: ignore[attr-defined]
-        if isinstance(rows := run.rows["train"], Sized):
-            rounds = len(rows) // run.settings.prompts_per_round
-            self.steps_per_pass = rounds * run.settings.steps_per_epoch
+        rounds = len(run.rows["train"]) // run.settings.prompts_per_round
+        self.steps_per_pass = rounds * run.settings.steps_per_epoch
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Add the loss of this optimizer step to their mean."""

@@ -16,8 +16,8 @@ BINS = 256
 """Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
 
 
-PLAIN = ("NoneType", "bool", "int", "float", "str", "Tensor", "Parameter")
-"""Types that `torch.load(weights_only=True)` accepts, by name: torch is not imported for them."""
+PLAIN = (type(None), bool, int, float, str)
+"""Types that `torch.load(weights_only=True)` accepts, beside tensors."""
 
 
 class LengthPredictor(RemembersInit, ABC):
@@ -302,7 +302,7 @@ def _check_plain(name: str, state: Any) -> None:
     elif isinstance(state, list | tuple):
         for i, value in enumerate(state):
             _check_plain(f"{name}[{i}]", value)
-    elif type(state).__name__ not in PLAIN:
+    elif type(state) not in PLAIN and not hasattr(state, "detach"):  # a tensor; no import of torch
         raise UsageError(
             f"`{name}` is a `{type(state).__name__}`, which cannot be loaded from a checkpoint. "
             "Use numbers, strings, tensors, and lists and dicts of them."

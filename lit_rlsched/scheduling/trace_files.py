@@ -12,7 +12,7 @@ from lit_rlsched.settings import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = 1
+FORMAT = 2
 ABOUT = "about.json"
 """What holds for all rounds of the run."""
 TABLES = {

@@ -54,6 +54,23 @@ class Learner(Protocol):
         """Compute advantages `[P, G]` from rewards `[P, G]`, NaN where there is none."""
 
 
+def half_learner(module: object) -> str | None:
+    """Return a warning for a module that defines some members of `Learner`, but not all."""
+    defined = [name for name, value in vars(Learner).items() if callable(value)]
+    names = [*Learner.__annotations__, *(n for n in defined if not n.startswith("_"))]
+    found, missing = (
+        [f"`{name}`" for name in names if hasattr(module, name) is has] for has in (True, False)
+    )
+    if not found or not missing:
+        return None
+    return (
+        f"`{type(module).__name__}` defines {', '.join(found)}, but not {', '.join(missing)}, so "
+        "it is trained as a module that defines none of them: with GRPO's advantages, and without "
+        "a call of these methods. Define all members of `lit_rlsched.training.learner.Learner`, or "
+        "give yours other names."
+    )
+
+
 class PlainLearner:
     """Stands in for a LightningModule that knows nothing of rollouts.
 

@@ -152,7 +152,7 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     dropped = torch.tensor([c.dropped is not None for c in completions])
     rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
     advantages = learner.compute_advantages(rewards, logprobs)
-    wrong = ~rewards.isnan() & ~advantages.isfinite()
+    wrong = ~rewards.isnan() & ~(advantages.abs() <= LARGEST_REWARD)
     advantages = advantages.masked_fill(wrong, 0.0)
     values, nonfinite = advantages[at].tolist(), wrong[at].tolist()
     for completion, advantage, drop in zip(completions, values, nonfinite, strict=True):

@@ -138,7 +138,7 @@ class TrainerHooks(RoundHooks):
     version: int
     start: Callable[[list[Group]], None]
     """Called with its groups before they are drawn."""
-    rounds: int | None
+    rounds: int | None = None
     divisor: tuple[int, int] | None = None
     """Divides gradients of groups that are ready while others decode; `None`: there are none."""
     stream: GradientStream | None = None

@@ -60,7 +60,7 @@ class Update:
         rewards = reward_matrix(part.groups, self.weights)[cells(part.groups)].tolist()
         for completion, reward in zip(part.completions, rewards, strict=True):
             if math.isnan(reward) and any(s is not None for s in completion.scores or ()):
-                completion.dropped = completion.dropped or NONFINITE  # the weighted sum is infinite
+                completion.dropped = completion.dropped or NONFINITE  # beyond `LARGEST_REWARD`
         if selection and not selection.full_scope:
             self._select(part, selection)
         plain = isinstance(learner, PlainLearner) and self.off_policy

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_rlsched.callbacks import RolloutProgressBar
 from lit_rlsched.callbacks import rollout_progress_bar as progress
@@ -235,7 +236,7 @@ def test_bar_shows_the_time_left_and_seconds_a_round(tmp_path, capsys, terminal)
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
 def test_log_of_an_evaluation_shows_that_it_moves(capsys, log, clock, function):
     bar, trainer = RolloutProgressBar(), SimpleNamespace(sanity_checking=False)
-    trainer.state = SimpleNamespace(fn=function)
+    trainer.state = SimpleNamespace(fn=TrainerFn(function))
     for done in range(5):
         bar.on_evaluation_progress(trainer, None, done, 4)
         clock.now += 12

@@ -107,12 +107,12 @@ def test_adapters_alone_reach_vllm(run):
 
 
 @pytest.mark.slow
-def test_completions_share_a_prompt_on_all_ranks(run, exact_model):
-    exact = {"precision": "64-true", "long_prompts": True}
+def test_completions_share_a_prompt_on_all_ranks(run):
+    exact = {"precision": "64-true", "long_prompts": True, "module": {"learning_rate": 1e-4}}
     exact["data"] = {"max_completion_length": 8, "micro_batch_tokens": 512}
     exact |= {"callbacks": {"StreamedTraining": {"start": 0}}, "engine": "TransformersEngine"}
-    results = run(*({**exact, **r} for r in (ALONE, DDP)), model=exact_model)
-    check_same(results, 1e-12)
+    results = run(*({**exact, **r} for r in (ALONE, DDP)))
+    check_same(results, 1e-5)  # norms of Qwen3 are computed in float32
     assert all(rank["shares"] is True for result in results for rank in result["ranks"])
 
 
