@@ -313,8 +313,8 @@ def test_a_schedule_is_told_in_words(tmp_path, capsys, monkeypatch):
     main([*SMALL, *callbacks, f"--trainer.default_root_dir={tmp_path}/run"])
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "engine TransformersEngine, decodes up to 2 completions at once" in said
-    assert "MicroGroupSampling: at most 2 completions decode at once TailBatching: a round" in said
-    assert "begins 1.5 times its prompts and ends when enough of them are ready; the others" in said
+    assert "MicroGroupSampling(slots=2): Decode at most slots completions at once" in said
+    assert "TailBatching(prompt_ratio=1.5): " in said
 
 
 def test_nothing_is_told_without_a_progress_bar(tmp_path, capsys, monkeypatch):

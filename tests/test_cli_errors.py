@@ -97,7 +97,7 @@ JUDGE = "lit_rlsched.rewards.JudgeReward"
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}, init_args: {{model: 3.5}}}}]}}",
-            "`data.reward_funcs.model=3.5`: Expected a str",
+            "`data.reward_funcs.model=3.5`: must be a string.",
         ),
         (
             f"data: {{reward_funcs: [{{class_path: {JUDGE}s, init_args: {{model: m}}}}]}}",

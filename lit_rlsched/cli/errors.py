@@ -154,7 +154,21 @@ def plain(message: str, parser: argparse.ArgumentParser) -> str:
     if not value and (match := re.search(r"Given value: ([^\n]*)", message)):
         value = match[1]
     given = f"={value}" if value else ""
+    if kind := re.fullmatch(r"Expected a (?:typing\.Literal\[(.*)\]|(\w+))", said):
+        choices = kind[1].split(", ") if kind[1] else [_TYPES.get(kind[2], kind[2])]
+        said = f"must be {' or '.join(choices)}."
     return f"`{key}{given}`: {said}" if key else said
+
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "list": "a list",
+    "dict": "a mapping",
+    "NoneType": "null",
+}
 
 
 def _no_argument(match: re.Match[str], key: str) -> str:

@@ -6,6 +6,7 @@
 import os
 import signal
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -145,7 +146,8 @@ def test_engines_share_the_cores_and_one_copy_of_the_weights(two):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_one_of_two_is_killed_or_stopped_in_the_middle_of_a_round(alone, two, how, monkeypatch):
     for engine in two.engines:
-        monkeypatch.setattr(engine, "limit", lambda starts, engine=engine: patience(engine))
+        limit = partial(lambda engine, starts: patience(engine), engine)
+        monkeypatch.setattr(engine.child, "_limit_of", limit)
     before, killed = [engine.restarts for engine in two.engines], []
 
     def kill_once(group):

@@ -332,29 +332,6 @@ def test_the_sums_go_through_what_is_rare(laws):
     assert any(laws.accepts[x][-1] < 1 for x in whole)
 
 
-def test_tokens_beyond_a_shorter_limit_are_no_tokens_of_the_draft(laws):
-    draft = next(x for x in laws.drafts if len(x) == LIMIT)
-    logprobs = [laws.logq[draft[:k]][t] for k, t in enumerate(draft)]
-    completion = Completion(0, draft=Draft(draft, logprobs, by_one(LIMIT)))
-    group = Group("g", Prompt("p", "", PROMPT), Sampling(LIMIT - 1, TEMPERATURE), [completion])
-    assert verify(laws.kept, laws.p, [group], VERSION).tokens == LIMIT - 1
-
-
-def test_a_shorter_limit(monkeypatch, laws):
-    """Drafts that are longer than the limit now allows are drafts of their first tokens."""
-    short = LIMIT - 1
-    accepts, residuals = outcomes(monkeypatch, laws.p, laws.kept, WHOLE, laws.logq, short)
-    found = defaultdict(float)
-    for whole, q in zip(WHOLE, laws.Q, strict=True):
-        draft = whole[:short]
-        for result, chance in chances(accepts[draft], residuals[draft], draft).items():
-            for tokens, probability in law(laws.logp, {result: 1.0}, short).items():
-                found[tokens] += q * chance * probability
-    expected = law(laws.logp, limit=short)
-    assert found.keys() == expected.keys()
-    assert max(abs(found[x] - expected[x]) for x in expected) < 1e-12
-
-
 @pytest.fixture(scope="module")
 def kernel(laws):
     return {draft: laws.become(draft) for draft in [(), *laws.drafts]}

@@ -165,7 +165,7 @@ def test_it_runs_ahead_and_what_it_drew_is_dropped(there):
 @pytest.fixture
 def impatient(there, monkeypatch):
     """What hangs is killed at once."""
-    monkeypatch.setattr(there.engine, "limit", lambda starts: patience(there.engine))
+    monkeypatch.setattr(there.engine.child, "_limit_of", lambda starts: patience(there.engine))
 
 
 @pytest.mark.slow
