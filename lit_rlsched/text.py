@@ -174,8 +174,8 @@ _QUERY_VALUE = re.compile(r"([?&#](?:[^=&#]+=)?)[^&#]+")
 
 def hide_keys(text: str) -> str:
     """Return a text without what looks like a key, nor what the query of an address holds."""
-    shown = _VALUE.sub(REDACTED, text)
-    return _ADDRESS.sub(lambda found: _QUERY_VALUE.sub(rf"\1{REDACTED}", found[0]), shown)
+    shown = _ADDRESS.sub(lambda found: _QUERY_VALUE.sub(rf"\1{REDACTED}", found[0]), text)
+    return _VALUE.sub(REDACTED, shown)
 
 
 def without_secrets(settings: Any, name: str = "") -> Any:

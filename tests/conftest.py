@@ -81,6 +81,7 @@ def pytest_unconfigure() -> None:
 
 
 LONGEST = (
+    "test_real_model",
     "test_vllm_parallel",
     "test_resume",
     "test_same_run",

@@ -233,6 +233,8 @@ def test_a_model_of_other_code_repeats_prompts() -> None:
 def test_every_family_that_shares_prompts_gets_them_right(family: str) -> None:
     model = make_family(family)
     if shared_prefix.obstacle(model) is None:
+        with torch.no_grad():  # no token is so unlikely that it has no gradient
+            model.get_output_embeddings().weight.div_(10)
         check_equal(model, make_rows(((40, (7, 12, 9)),)), 1e-3, 1e-3)
 
 
