@@ -188,7 +188,10 @@ def check_strategy(trainer: Trainer) -> None:
             f"its engine and data. {fix}"
         )
     if not isinstance(strategy, DDPStrategy | FSDP2Strategy):
-        raise UsageError(f"`Trainer(strategy=...)`: `{name}` is not supported. {fix}")
+        several = f"{size} process{'es' * (size > 1)}"
+        raise UsageError(
+            f"`Trainer(strategy=...)`: `{name}` is not supported with {several}. {fix}"
+        )
 
 
 def check_parallelism(
