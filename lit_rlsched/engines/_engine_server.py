@@ -116,9 +116,9 @@ class Server:
 
     def halt(self) -> None:
         """Stop the worker and drop its requests."""
-        assert self._worker is not None
         self._ahead = 0
-        self._worker.abort()
+        if self._worker is not None:  # a process that came between rounds has none yet
+            self._worker.abort()
         self._send(None)
 
     def _send(self, value: Any, raised: bool = False) -> None:
