@@ -98,12 +98,12 @@ def test_an_adapter_is_trained_further_on_all_ranks(run, exact_model, tmp_path):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_adapters_alone_reach_vllm(run):
     adapters = {
-        "module": {"lora_rank": 4, "learning_rate": 1e-4},
+        "module": {"lora_rank": 4, "learning_rate": 1e-5},  # so that rounding changes no draw
         "engine": "VLLMEngine",
         "engine_settings": {"enable_lora": True},
     }
     # AdamW turns the rounding of a small gradient into a part of the learning rate
-    check_same(run(*({**adapters, **r} for r in (ALONE, FSDP2))), 1e-5)
+    check_same(run(*({**adapters, **r} for r in (ALONE, FSDP2))), 1e-6)
 
 
 @pytest.mark.slow
