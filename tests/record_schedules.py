@@ -508,7 +508,9 @@ def against(given: argparse.Namespace) -> bool:
                 print(f"What {code} does, recorded in {out}:", flush=True)
                 command = [sys.executable, Path(folder, "record_schedules.py"), "record", out, *how]
                 environ = os.environ | {"PYTHONPATH": str(code), "RECORDS": str(code)}
-                subprocess.run([*command, *more, "--only", *names], env=environ, check=True)
+                command += [*more, "--only", *names]
+                # processes of engines look into the folder that they start in first
+                subprocess.run(command, env=environ, cwd=code, check=True)
         there = [was for was, now in pairs.items() if (kept / f"{was}.json").exists()]
         both = {was: pairs[was] for was in there if (new / f"{pairs[was]}.json").exists()}
         return bool(both) and compare(kept, new, given.renamed, both, given.keys)
