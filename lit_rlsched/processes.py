@@ -56,8 +56,9 @@ class ChildProcess:
     def close(self) -> None:
         """Close the pipe and the lifeline."""
         self.connection.close()
-        os.close(self._lifeline)
-        self._lifeline = -1
+        if self._lifeline >= 0:  # a second call does nothing
+            os.close(self._lifeline)
+            self._lifeline = -1
 
 
 def die_with(parent: int, lifeline: int) -> None:

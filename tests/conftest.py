@@ -30,8 +30,8 @@ from character_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
 from placements import PLACEMENTS
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -226,12 +226,13 @@ def digits() -> Callable:
 @pytest.fixture(scope="session")
 def exact_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Every layer of it computes in float64 where it is asked to; Qwen3's norms do not."""
-    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), make_tokenizer()
-    sizes = {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(vocab_size=len(tokenizer), **sizes, initializer_range=0.3, eos_token_id=1)
+    folder, tokenizer = tmp_path_factory.mktemp("neox"), make_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "max_position_embeddings": 256}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+    config = GPTNeoXConfig(vocab_size=len(tokenizer), **sizes, **layers, eos_token_id=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(config)
+        model = GPTNeoXForCausalLM(config)
     model.generation_config.eos_token_id = [1, *range(10, 20)]  # one token in six
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -14,7 +14,7 @@ IMPORTS = [
     "lit_rlsched.callbacks.report",
     "pandas",  # pyarrow imports it
     "wandb",
-    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
     "transformers.models.qwen3.modeling_qwen3",
     "resumable_run",
     "vllm.v1.engine.llm_engine",

@@ -292,7 +292,7 @@ class ReplacedEngine(RolloutEngine):
         """The engine's process.
 
         Raises:
-            RunFailed: the engine is closed or was not started.
+            RuntimeError: the engine is closed or was not started.
         """
         if self._child is None:
             raise RuntimeError(CLOSED)

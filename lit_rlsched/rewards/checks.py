@@ -176,14 +176,14 @@ TAGS = re.compile("think|answer|reason|solution", re.I)
 """Words in the names of tokens that rewards look for."""
 
 
-def looks_for(function: Callable[..., Any], token: str) -> bool:
-    """Return whether a function is likely to look for a special token, as its code has it."""
+def code_of(function: Callable[..., Any]) -> str:
+    """Return a function's source, in which a token stands that it looks for; empty if unknown."""
     function = unwrap(function)
     kind = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
-        return token in inspect.getsource(kind)
+        return inspect.getsource(kind)
     except (OSError, TypeError):
-        return False
+        return ""
 
 
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

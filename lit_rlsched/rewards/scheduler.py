@@ -19,8 +19,8 @@ from lit_rlsched.rewards.checks import (
     check_env_vars,
     check_memory_limit,
     check_seen_by_tools,
+    code_of,
     environment_of,
-    looks_for,
     names_argument,
     offered_arguments,
     unique_names,
@@ -173,8 +173,8 @@ class RewardScheduler(Workers[RewardWorker]):
 
     def tokens_looked_for(self, tokens: Iterable[str]) -> list[str]:
         """Return the special tokens that a function is likely to look for."""
-        functions = self._functions
-        return [t for t in tokens if TAGS.search(t) or any(looks_for(f, t) for f in functions)]
+        codes = [code_of(function) for function in self._functions]
+        return [t for t in tokens if TAGS.search(t) or any(t in code for code in codes)]
 
     def start(self) -> None:
         """Launch the workers and wait until all have imported the functions.
