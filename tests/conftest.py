@@ -228,8 +228,10 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Every layer of it computes in float64 where it is asked to; Qwen3's norms do not."""
     folder, tokenizer = tmp_path_factory.mktemp("neox"), make_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 128, "max_position_embeddings": 256}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
-    config = GPTNeoXConfig(vocab_size=len(tokenizer), **sizes, **layers, eos_token_id=1)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "attention_dropout": 0.1}
+    config = GPTNeoXConfig(
+        vocab_size=len(tokenizer), **sizes, **layers, initializer_range=0.3, eos_token_id=1
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPTNeoXForCausalLM(config)
