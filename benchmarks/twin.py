@@ -6,7 +6,8 @@
 All is simulated, and the costs are computed: a decode step reads 3 or 14 GB of weights and its
 caches at 3.35 TB/s, and the host takes 7 ms; a forward pass takes two operations for each parameter
 and token at 40 % of 1 PFLOP/s, an update three of them. Lengths are log-normal. On shared devices
-engine and trainer take turns, and no gradients are streamed.
+engine and trainer take turns, and no gradients are streamed. `few rows` is the shape of these rows
+of `papers`, with its lengths and the costs of the plain one on an EPYC with AVX-512.
 
 `--accepted` is the share of drafts that a policy one round younger accepts whole, perhaps followed
 by those of policies two, three, ... rounds younger; of older drafts as much per round. The new
@@ -20,30 +21,38 @@ two and three rounds later accept of these, by block verification: the expected 
 and of the completions that are accepted whole.
 """
 
+import csv
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
 from benchmarks import results
+from benchmarks.papers.rows import LENGTHS as RECORDED
 from benchmarks.papers.rows import MODEL, callbacks
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.simulation.costs import Costs, StepCosts
 from lit_rlsched.simulation.pipeline import Machine, Outcome
-from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.simulation.workload import PROMPT_TOKENS, Workload
 
+FEW = "few rows"
 SIZES: dict[str, dict[str, int]] = {
     "1.5B": {"slots": 256, "prompts_per_round": 32, "max_completion_length": 4096},
     "7B": {"slots": 512, "prompts_per_round": 64, "max_completion_length": 8192, "engines": 8},
+    FEW: {
+        **{"slots": 8, "prompts_per_round": 2, "num_generations": 4},
+        "max_completion_length": 512,
+    },
 }
 LENGTHS = {"1.5B": (600, 1.0), "7B": (1500, 0.8)}
 """Median and sigma."""
 STEPS = {
     "1.5B": StepCosts(base=8e-3, running=1e-5, kv=8.4e-9, prefill=7.5e-6),
     "7B": StepCosts(base=1.2e-2, running=1e-5, kv=3.9e-8, prefill=3.5e-5),
+    FEW: StepCosts(base=4.65e-2, running=1.5e-3, kv=4.6e-6, prefill=3.6e-3),
 }
-POSITION = {"1.5B": 2.3e-5, "7B": 1.05e-4 / 8}
+POSITION = {"1.5B": 2.3e-5, "7B": 1.05e-4 / 8, FEW: 7.7e-3}
 """Seconds of an update for each position; 7B trains on eight devices."""
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *(
@@ -76,7 +85,12 @@ def simulate(
     about: dict[str, Any] = {**DEFAULTS, **SIZES[model]}
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
-    work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
+    if model == FEW:
+        rows = csv.reader(RECORDED.read_text().splitlines())
+        lengths = [[min(limit, int(n)) for n in of[1:5]] for of in rows]
+        work = Workload(lengths, [PROMPT_TOKENS] * len(lengths), limit).shuffled(0)
+    else:
+        work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
     position = POSITION[model]
     costs = Costs(STEPS[model], 0.05, position, verify=position / 3, sync=0.3, other=0.1)
     machine = Machine(about["slots"], about["engines"], 2.0 if shared else 1.0, 0.5, accepted)
@@ -157,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     names = "x | seconds | steps | idle | discarded | stale | length | cache"
     for model in options.models:
-        for where, shared in {"own devices": False, "shared devices": True}.items():
+        places = {"own devices": False, "shared devices": True}
+        for where, shared in [*places.items()][: 1 if model == FEW else 2]:
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
             plain = 0.0
             for name, of in simulate(model, options.accepted, shared, options.rounds):

@@ -32,6 +32,7 @@ FIGURES = (
     "rollout",
     "decode_steps",
     "tokens",
+    "trained_tokens",
     "peak_kv_tokens",
     "peak_mib",
 )

@@ -101,6 +101,25 @@ def rollouts(number: int) -> dict[str, Row]:
     return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
 
 
+def few_rows() -> dict[str, Row]:
+    """Return rows whose steps cost about as much with one completion as with all, as on a GPU.
+
+    Engine and trainer have a core each. A window is full after three rounds.
+    """
+    shape: dict[str, Any] = {"prompts": 2, "generations": 4, "threads": 1, "own_process": True}
+    shape |= {"warm_up": 2, "rounds": 12, "after": 1}
+    four = {"prompts_in_flight": 8, "overtake": 2}
+    made = {
+        "plain": callbacks(),
+        "RolloutWindow, streamed": callbacks("RolloutWindow", "StreamedTraining"),
+        "RolloutWindow(8, overtake=2), streamed": callbacks(
+            ("RolloutWindow", four), "StreamedTraining"
+        ),
+        "AsyncRollout": callbacks("AsyncRollout"),
+    }
+    return {f"few rows, {how}": Row(make, **shape) for how, make in made.items()}
+
+
 def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
     """Return rows for Infinite Sampling: as many completions in larger groups."""
     shape: dict[str, Any] = {"prompts": 32 // generations, "generations": generations}
@@ -141,4 +160,5 @@ ROWS: dict[str, Row] = {
     **rollouts(16),
     **groups_of(16),
     **pools(16),
+    **few_rows(),
 }
