@@ -95,13 +95,6 @@ SCHEDULES: dict[str, Schedule] = {
     "streamed": Schedule(
         lambda: [c.StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
     ),
-    # What earlier revisions had in place of a window, to compare with them.
-    "drain": Schedule(lambda: [c.DrainFilling(), c.MicroGroupSampling(slots=7)], **TAILS),
-    "drain_streamed": Schedule(lambda: [c.DrainFilling(), c.StreamedTraining(start=0)], **STREAMED),
-    "tail_deferring": Schedule(lambda: [c.TailBatching(2.0, max_deferrals=8)], **TAILS),
-    "ahead": Schedule(lambda: [c.AheadRollout("importance")], **BESIDE),
-    "in_flight": Schedule(lambda: [c.InFlightUpdates(max_staleness=2, turns=10**6)], **BESIDE),
-    # A window of prompts, with as many slots as what its settings take the place of had.
     "window": Schedule(
         lambda: [c.RolloutWindow(prompts_in_flight=4), c.MicroGroupSampling(slots=6)], **TAILS
     ),
