@@ -21,14 +21,12 @@ two and three rounds later accept of these, by block verification: the expected 
 and of the completions that are accepted whole.
 """
 
-import csv
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
 from benchmarks import results
-from benchmarks.papers.rows import LENGTHS as RECORDED
-from benchmarks.papers.rows import MODEL, callbacks
+from benchmarks.papers.rows import MODEL, callbacks, recorded_lengths
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
@@ -86,8 +84,7 @@ def simulate(
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
     if model == FEW:
-        rows = csv.reader(RECORDED.read_text().splitlines())
-        lengths = [[min(limit, int(n)) for n in of[1:5]] for of in rows]
+        lengths = [*recorded_lengths().values()]
         work = Workload(lengths, [PROMPT_TOKENS] * len(lengths), limit).shuffled(0)
     else:
         work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
@@ -171,8 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     names = "x | seconds | steps | idle | discarded | stale | length | cache"
     for model in options.models:
-        places = {"own devices": False, "shared devices": True}
-        for where, shared in [*places.items()][: 1 if model == FEW else 2]:
+        for where, shared in {"own devices": False, "shared devices": True}.items():
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
             plain = 0.0
             for name, of in simulate(model, options.accepted, shared, options.rounds):

@@ -12,7 +12,6 @@ end of the second rollout (the first rollout and the first update warm up) to th
 `spread` is half the range of the repeats, relative to their mean.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -23,7 +22,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.common import ENVIRONMENT, run_module
 from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, UPDATES
-from benchmarks.papers.rows import LENGTHS, MODEL
+from benchmarks.papers.rows import MODEL, recorded_lengths
 from lit_rlsched.cli.simulate import facts_of
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.run.switches import make_schedule
@@ -44,16 +43,16 @@ def measure(name: str, seed: int, folder: Path) -> None:
     run_module("fidelity.child", name, str(seed), str(folder), name=name, environment=environment)
 
 
-def workload_of(rows: Sequence[Sequence[str]], tokens: Mapping[str, int]) -> Workload:
+def workload_of(recorded: Mapping[str, Sequence[int]], tokens: Mapping[str, int]) -> Workload:
     """Return the lengths of all prompts, in the order of the file.
 
     Args:
-        rows: Uid and lengths of each prompt.
+        recorded: Lengths of each prompt's completions, by uid.
         tokens: Tokens of each prompt, by uid, as far as a run has drawn them.
     """
     usual = round(fmean(tokens.values()))
-    lengths = [[-(-int(n) // SCALE) for n in of] for _, *of in rows]
-    return Workload(lengths, [tokens.get(uid, usual) for uid, *_ in rows], LIMIT)
+    lengths = [[-(-n // SCALE) for n in of] for of in recorded.values()]
+    return Workload(lengths, [tokens.get(uid, usual) for uid in recorded], LIMIT)
 
 
 def simulated(
@@ -118,10 +117,9 @@ def compared(name: str, seed: int, folders: Mapping[str, Path]) -> dict[str, Any
     trained = calibrated(Traces(folders[UPDATES]))  # the others train on nothing
     costs = replace(costs, verify=trained.verify)
     tokens = {row["uid"]: row["prompt_tokens"] for row in calibration.rows("completions")}
-    with LENGTHS.open() as file:
-        rows = [*csv.reader(file)]
-    places = dataset_order([uid for uid, *_ in rows])
-    rounds = simulated(name, seed, costs, workload_of(rows, tokens), places)
+    recorded = recorded_lengths()
+    places = dataset_order([*recorded])
+    rounds = simulated(name, seed, costs, workload_of(recorded, tokens), places)
     metrics, seconds, decoding = measured(Traces(folders[name]))
     equal = [
         all(getattr(ours, count) == of[f"rollout/{count}"] for count in COUNTS)

@@ -1,6 +1,5 @@
 """One row of the table, in a process of its own: its name, a seed and the file for its figures."""
 
-import csv
 import json
 import resource
 import sys
@@ -17,7 +16,7 @@ from lightning import LightningModule, Trainer, seed_everything
 
 from benchmarks.common import cpu_seconds
 from benchmarks.ours import make_trainer
-from benchmarks.papers.rows import LENGTHS, MODEL, ROWS, Row
+from benchmarks.papers.rows import MODEL, ROWS, Row, recorded_lengths
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.data.tasks import ReasoningGym
@@ -33,9 +32,7 @@ ROLLOUT = ("decode_steps", "tokens", "slot_steps", "idle_slot_steps", "peak_kv_t
 
 def read_lengths() -> dict[tuple[str, int], int]:
     """Return the recorded length of each completion by the prompt's uid and its own index."""
-    with LENGTHS.open() as file:
-        rows = list(csv.reader(file))
-    return {(uid, i): int(length) for uid, *lengths in rows for i, length in enumerate(lengths)}
+    return {(uid, i): n for uid, of in recorded_lengths().items() for i, n in enumerate(of)}
 
 
 class GivenLengths(VLLMEngine):

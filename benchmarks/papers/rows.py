@@ -1,5 +1,6 @@
 """Rows of the table: the settings of each run."""
 
+import csv
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,12 @@ from typing import Any
 MODEL = "runs/smollm2"
 LENGTHS = Path(__file__).with_name("lengths.csv")
 """Lengths of the model's own completions; see `record`."""
+
+
+def recorded_lengths() -> dict[str, list[int]]:
+    """Return the lengths of each prompt's completions, by its uid."""
+    with LENGTHS.open() as file:
+        return {uid: [*map(int, lengths)] for uid, *lengths in csv.reader(file)}
 
 
 def callbacks(*wanted: str | tuple[str, dict[str, Any]]) -> Callable[[], list[Any]]:
@@ -102,9 +109,10 @@ def rollouts(number: int) -> dict[str, Row]:
 
 
 def few_rows() -> dict[str, Row]:
-    """Return rows whose steps cost about as much with one completion as with all, as on a GPU.
+    """Return rows with few completions, where a CPU's decode step is flattest, as on a GPU.
 
-    Engine and trainer have a core each. A window is full after three rounds.
+    Engine and trainer have a core each. Windows begin with nothing in flight, so two rounds are
+    warm-up.
     """
     shape: dict[str, Any] = {"prompts": 2, "generations": 4, "threads": 1, "own_process": True}
     shape |= {"warm_up": 2, "rounds": 12, "after": 1}
