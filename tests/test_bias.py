@@ -13,7 +13,7 @@ ALWAYS = [
     '`DownSampling(rule="random")`',
     "three prompts, full rounds",
     "three prompts, `RolloutWindow(2)` (three slots)",
-    "three prompts, `RolloutWindow(3)` (four slots)",
+    pytest.param("three prompts, `RolloutWindow(3)` (four slots)", marks=pytest.mark.slow),
 ]
 OVER_A_POOL = [
     "`RolloutWindow(2, overtake=1)`",

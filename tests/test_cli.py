@@ -87,6 +87,7 @@ def test_what_is_printed_parses_again(capsys, tmp_path):
     assert config["data"]["val_data"]["init_args"]["size"] == 128
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path, monkeypatch):
     """Also one of another command, and one with a setting of `fit` alone."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test

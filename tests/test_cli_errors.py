@@ -188,6 +188,7 @@ def always(completions, **kwargs):
 """
 
 
+@pytest.mark.mostly_slow("held_out0")
 @pytest.mark.parametrize("held_out", [[], ["--data.val_data=null"]])
 def test_a_reward_that_always_fails_ends_with_one_message(tmp_path, monkeypatch, refused, held_out):
     (tmp_path / "failing.py").write_text(FAILING)

@@ -50,9 +50,7 @@ class Rates(Rounds):
         self.micro_batches[trainer.global_step] += 1
 
 
-@pytest.mark.mostly_slow(
-    "trainer0-6-ScheduledOurs", "trainer1-5-Scheduled", "trainer3-3-ScheduledOurs"
-)
+@pytest.mark.mostly_slow("trainer1-5-Scheduled")
 @pytest.mark.parametrize("make", [Scheduled, ScheduledOurs])
 @pytest.mark.parametrize(
     ("trainer", "steps"),
@@ -209,6 +207,7 @@ def test_a_loader_for_a_trainer_that_has_had_a_data_module(fit, tiny_model):
         trainer.predict(module, dataloaders=[1, 2])
 
 
+@pytest.mark.mostly_slow("True-2")
 @pytest.mark.parametrize("steps_per_round", [1, 2])
 @pytest.mark.parametrize("automatic", [True, False])
 def test_every_round_has_its_figures_in_every_logger(

@@ -83,6 +83,7 @@ def test_the_gradient_is_clipped(fit, tiny_model):
     assert max(norms.seen) <= 0.01 * 1.001
 
 
+@pytest.mark.mostly_slow("grpo", "rloo")
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_every_loss_trains(fit, tiny_model, loss_type):
     settings = {"loss_type": loss_type, "learning_rate": 1e-3}

@@ -52,6 +52,7 @@ class Own(GRPOModule):
         return RETURNED[self.form](self.optimizer, scheduler)
 
 
+@pytest.mark.mostly_slow("alone", "lists", "interval")
 @pytest.mark.parametrize("form", RETURNED)
 def test_every_form_of_configure_optimizers_trains(fit, tiny_model, form):
     steps, module = At(logged, "on_train_batch_end"), Own(tiny_model, gradient_clip_val=1e-3)

@@ -149,6 +149,7 @@ def test_a_module_of_ones_own_is_told_of_rounded_tables(fit, tiny_model):
     assert trainer.global_step == 1
 
 
+@pytest.mark.mostly_slow("bf16-mixed-4-True", "bf16-true-0-True")
 @pytest.mark.parametrize(
     ("precision", "lora_rank", "half"),
     [

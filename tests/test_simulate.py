@@ -169,6 +169,7 @@ def test_traces_without_a_completion_are_refused(tmp_path, capsys):
     assert stop.value.code == 2 and "no decode steps" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_constraint_that_none_keeps_to(tmp_path, capsys):
     main(["simulate", "--lengths", LENGTHS, "--rounds=4", "--constraints=unbiased"])
     assert "Recommended under unbiased: " in capsys.readouterr().out

@@ -500,6 +500,7 @@ trainer.train()
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_an_environment_needs_other_imports_alone(tmp_path):
     tokenizer = tokenizer_of("qwen2_5")
     tokenizer.pad_token = tokenizer.eos_token

@@ -163,6 +163,7 @@ def test_the_backward_pass_is_on_keep_rows_of_each_group(fit, tiny_model, make, 
     assert check_conservation(recorder, 6, 4)["dropped/down_sampled"] == 2 * 4 * 3
 
 
+@pytest.mark.slow
 def test_keeping_all_is_the_run_without(fit, tiny_model):
     settings = {"reward_funcs": [spread()], "steps_per_round": 2, "num_iterations": 2}
     _, plain, data = fit(GRPO(tiny_model), **settings)
@@ -344,6 +345,7 @@ def test_after_a_round_that_was_too_short_the_next_is_decoded_in_full(fit, tmp_p
     assert all(run(3, "never", 0)[0].stopped)
 
 
+@pytest.mark.mostly_slow("partial")
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_the_guard_minds_what_stopping_did_and_not_what_sorting_did(fit, mode):
     """No group can stop, so nothing that the guard does could help."""

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_module import Plain
@@ -23,6 +24,7 @@ def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model):
     assert trainer.accumulate_grad_batches == 1
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_a_round_and_resumed(fit, tiny_model, tmp_path):
     settings = {"micro_batch_tokens": 64, "steps_per_round": 2}
 

@@ -140,6 +140,7 @@ def test_what_an_unchanged_policy_drew_is_kept_whole_and_scored_once(fit, tiny_m
         assert all(c.scores == [float(len(c.text))] for r in seen.rounds for c in r.completions)
 
 
+@pytest.mark.mostly_slow("1")
 @pytest.mark.parametrize("overtake", [0, 1])
 def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, overtake):
     """In the trainer's process and in one that runs ahead, which take any time."""
@@ -166,6 +167,7 @@ def test_a_run_does_not_depend_on_timing(fit, tiny_model, monkeypatch, overtake)
         torch.testing.assert_close(again, trained, rtol=0, atol=1e-6)
 
 
+@pytest.mark.mostly_slow("1")
 @pytest.mark.parametrize("overtake", [0, 1])
 def test_a_resumed_run_is_the_same(fit, tiny_model, tmp_path, overtake):
     """From the middle of a round and from its end; with scores of prompts that wait."""

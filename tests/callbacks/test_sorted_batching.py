@@ -197,6 +197,7 @@ def test_every_token_is_of_the_newest_version(fit, tiny_model):
 # Stopping and going on.
 
 
+@pytest.mark.slow
 def test_stopped_inside_of_a_pool_and_resumed(fit, tmp_path):
     def run(epochs, folder, ckpt_path=None):
         recorder = Recorder()
@@ -452,6 +453,7 @@ def test_a_plain_module_is_trained_as_ours_is(fit, tiny_model):
 # What is logged, and which hooks fire.
 
 
+@pytest.mark.mostly_slow("partial")
 @modes
 def test_figures_of_rounds_and_pools(fit, tmp_path, mode):
     recorder, logger = Recorder(), CSVLogger(tmp_path)

@@ -130,7 +130,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.mostly_slow("tail", "dynamic", "window")
+@pytest.mark.mostly_slow("window")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_every_scheduler(fit, exact_model, schedule):
     early, stream, modules = schedule == "early stop", Stream(), []

@@ -107,6 +107,7 @@ def test_four_short_rounds_and_a_long_one(fit):
     assert min(n for n, long in zip(lengths, recorder.long, strict=True) if long) > min(short)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_on_vllm(fit):
     recorder = Recorder()

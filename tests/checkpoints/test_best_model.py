@@ -64,6 +64,7 @@ def through_a_link() -> tuple[Path, Path]:
     return Path("link"), Path("link") / LAST
 
 
+@pytest.mark.mostly_slow("absolute", "through_a_link")
 @pytest.mark.parametrize(
     "naming", [as_before, absolute, only_the_file_is_absolute, with_dots, through_a_link]
 )

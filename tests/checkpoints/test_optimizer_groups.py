@@ -63,6 +63,9 @@ def resume(fit):
     return resume
 
 
+@pytest.mark.mostly_slow(
+    "learning_rate-0.001-0.01", "weight_decay-0.0-0.1", "lr_scheduler_type-constant-linear"
+)
 @pytest.mark.parametrize(
     ("name", "before", "after"), [(name, *pair) for name in CHANGES for pair in CHANGES[name]]
 )
@@ -135,6 +138,7 @@ def test_other_weights_are_trained_after_a_resume(tiny_model, save, resume):
     assert any("are trained no more" in text for text in said)
 
 
+@pytest.mark.mostly_slow("True")
 @pytest.mark.parametrize("thawed", [True, False])
 def test_layers_that_were_thawed_stay_so(tiny_model, save, resume, thawed):
     """Whether the run stopped before or after the thaw, it goes on as if it had not."""

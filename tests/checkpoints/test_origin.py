@@ -51,6 +51,12 @@ LORA, KL = {"lora_rank": 2}, {"beta": 0.1}
 BASE = {**KL, "reference_model": "base"}
 
 
+@pytest.mark.mostly_slow(
+    "before0-after0-None",
+    "before2-after2-the model under its adapters",
+    "before3-after3-`lora_alpha=32`, those of",
+    "before7-after7-reference model of its KL",
+)
 @pytest.mark.parametrize(
     ("before", "after", "refused"),
     [
@@ -89,6 +95,7 @@ def test_another_base_or_reference_is_refused(fit, models, tmp_path, before, aft
         assert resume()[0].global_step == 2
 
 
+@pytest.mark.mostly_slow("bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_the_precision_of_the_run_may_change(fit, models, tmp_path, precision):
     lora = {"lora_rank": 2, "beta": 0.1}

@@ -480,6 +480,7 @@ def test_a_paused_request_goes_on_as_if_it_had_not(ready: Bench, cut: int) -> No
 
 
 @every_engine
+@pytest.mark.mostly_slow("{}-VLLMEngine", "{}-TransformersEngine", "{}-SimulatedEngine")
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, {"min_p": 0.02}], ids=str
 )

@@ -96,7 +96,10 @@ def test_calls_that_fail_are_answered_as_by_trl(schedule):
     assert later == ("wait_and_look", "2", False)  # async calls come after sync ones
 
 
-@pytest.mark.parametrize(("trouble", "failure"), [("exit", "crashed"), ("lock", "timeout")])
+@pytest.mark.parametrize(
+    ("trouble", "failure"),
+    [("exit", "crashed"), pytest.param("lock", "timeout", marks=pytest.mark.slow)],
+)
 def test_suspects_run_alone_until_the_culprit_is_known(schedule, trouble, failure):
     """One worker: each of them waits until the sessions before it have ended."""
     scheduler = schedule(factory=Troubled, timeout=1.0)
@@ -154,6 +157,7 @@ def test_a_session_that_is_closed_while_it_works_leaves_nothing(schedule):
 KILLS = int(os.environ.get("KILLS", "60"))
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
     """Sessions are opened, called and lost meanwhile; `KILLS=1000` is the long form."""
     scheduler = schedule(factory=notes(lambda key, seed: 0.002), workers=4)
@@ -340,6 +344,7 @@ def test_an_async_reward_that_takes_too_long_costs_itself_alone(schedule):
     assert scores == [1.0] * 2
 
 
+@pytest.mark.mostly_slow("hang")
 @pytest.mark.parametrize("trouble", ["hang", "lock"])
 def test_a_reward_that_ends_its_process_fails_as_a_reward(schedule, trouble):
     """Other sessions are opened again, as where a tool hangs."""

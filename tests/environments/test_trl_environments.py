@@ -189,6 +189,7 @@ def without_ids(completion):
     return messages
 
 
+@pytest.mark.mostly_slow("qwen3-both", "llama3_2-echo", "qwen2_5-no prompt", "gemma4-words")
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gemma4"])
 def test_classes_of_trl_scripts_give_the_same_to_policy_and_rewards(name, given, tmp_path):

@@ -138,6 +138,7 @@ DELAYS = {
 }
 
 
+@pytest.mark.mostly_slow("slots")
 @pytest.mark.parametrize(
     ("plain", "callbacks"),
     [
@@ -174,6 +175,7 @@ def test_siblings_see_the_same_task(run):
 KINDS = {"reset": "raised", "exit": "crashed", "hang": "timeout", "memory": "out_of_memory"}
 
 
+@pytest.mark.mostly_slow("exit", "raise")
 @pytest.mark.parametrize("trouble", [*KINDS, "raise", "long", "picture", "surrogate"])
 def test_trouble_costs_a_completion_and_the_run_goes_on(run, trouble):
     rows = [{**row, "trouble": trouble if i % 3 == 0 else None} for i, row in enumerate(ROWS)]
@@ -223,6 +225,7 @@ def test_one_session_is_enough_and_turns_are_limited(run):
     assert max(replies) == 1
 
 
+@pytest.mark.mostly_slow("process")
 @pytest.mark.parametrize(
     "engine",
     [
@@ -340,6 +343,7 @@ def test_groups_that_stop_early_leave_no_session(run):
         assert all(len(g.completions) <= 4 for g in round.groups)
 
 
+@pytest.mark.slow
 def test_a_crash_under_an_engine_that_runs_ahead_changes_no_other_completion(run):
     """Completions whose worker has died with another's begin again, and draw the same."""
     rows = [{**row, "uid": f"{i}", "trouble": "slow"} for i, row in enumerate(ROWS)]
@@ -431,6 +435,7 @@ def turns_in(completion):
     ]
 
 
+@pytest.mark.mostly_slow("tools")
 @pytest.mark.parametrize("given", ["tools", "environment"])
 def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(run, given):
     """Its calls are made again, so that each reply has the number of calls before it."""
@@ -454,6 +459,7 @@ def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(ru
     assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
 
 
+@pytest.mark.mostly_slow("64-2")
 @pytest.mark.parametrize(("most", "tool_steps"), [(96, None), (64, 2)])
 def test_an_environment_with_a_state_gets_it_back(run, most, tool_steps):
     """No call is made twice, although its answers depend on more than the calls."""
@@ -561,6 +567,7 @@ EARLY = {
 }
 
 
+@pytest.mark.mostly_slow("on policy")
 @pytest.mark.parametrize("early", EARLY.values(), ids=EARLY)
 def test_rounds_that_end_early_are_the_same_if_replies_come_after_so_many_steps(run, early):
     runs = []

@@ -94,6 +94,7 @@ def test_what_counts_as_a_score() -> None:
     assert not any(counters.values())
 
 
+@pytest.mark.mostly_slow("await forever", "own timeout", "raise", "exit", "quit")
 @pytest.mark.parametrize("bad", ["await forever", "own timeout", "raise", "spin", "exit", "quit"])
 def test_a_coroutine_that_fails_costs_one_completion(bad: str) -> None:
     jobs, counters = score([cases.judge], [*GOOD[:5], bad, *GOOD[5:10]], timeout=0.3)

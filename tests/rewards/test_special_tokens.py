@@ -43,6 +43,7 @@ def sees(prompts: list, completions: list, **kwargs: Any) -> list[float]:
     return [float("<answer>" in text) for text in texts]
 
 
+@pytest.mark.mostly_slow("False")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("skip", [True, False])
 def test_one_text_for_all(

@@ -255,6 +255,7 @@ ADMISSIONS = {
 }
 
 
+@pytest.mark.mostly_slow("4-planned", "0-budget", "4-fifo")
 @pytest.mark.parametrize("kind", ADMISSIONS)
 @pytest.mark.parametrize("probe_tokens", [0, 4])
 def test_what_waits_or_has_paused_stops_too(kind, probe_tokens):

@@ -235,6 +235,7 @@ def test_a_full_round_is_the_same_on_any_number_of_engines(
         assert drawn == alone
 
 
+@pytest.mark.mostly_slow("window", "partial", "completions race")
 @pytest.mark.parametrize("name", RULES)
 @given(rounds, st.integers(1, 3), st.integers(2, 4), st.sampled_from(list(ADMISSIONS)), st.data())
 def test_timing_changes_nothing(name, round, slots, engines, admission, data):

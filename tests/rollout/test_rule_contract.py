@@ -274,6 +274,7 @@ def test_a_slot_is_free_only_if_nothing_waits(name, data):
 # What must not matter.
 
 
+@pytest.mark.mostly_slow("window", "tail", "sorted partial")
 @every_rule
 @few
 @given(st.data(), st.integers(1, 4))
@@ -321,6 +322,7 @@ def test_a_rule_that_is_off_is_the_plain_round(off, data):
 # Stopping and going on.
 
 
+@pytest.mark.mostly_slow("window", "tail", "sorted partial")
 @every_rule
 @few
 @given(st.data(), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=5))
@@ -349,6 +351,7 @@ def test_a_round_cut_short_is_drawn_again_as_a_whole(name, data, stops):
         assert again.steps == expected.steps
 
 
+@pytest.mark.mostly_slow("window", "tail", "sorted partial")
 @every_rule
 @few
 @given(st.data())

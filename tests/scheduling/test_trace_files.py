@@ -50,6 +50,7 @@ def test_rounds_come_back_in_order_however_many_are_merged(tmp_path):
     assert Traces(tmp_path).about["model"] == "m" == Traces(tmp_path / "traces").about["model"]
 
 
+@pytest.mark.mostly_slow("0", "3", "7")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_kill_at_any_write_loses_no_earlier_round_and_a_resume_goes_on(
     tmp_path, monkeypatch, seed

@@ -13,6 +13,7 @@ from lit_rlsched.simulation.workload import Workload
 SIZES = {"prompts_per_round": 4, "num_generations": 4, "max_completion_length": 24}
 
 
+@pytest.mark.mostly_slow("callbacks1")
 @pytest.mark.parametrize(
     "callbacks",
     [
@@ -38,6 +39,7 @@ def test_the_counts_of_each_round_are_those_of_the_run(fit, tmp_path, callbacks)
     assert "Decode step: seconds off by" in said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_traces_of_one_that_was_not_stopped(fit, tmp_path):
     folder, whole = tmp_path / "stopped", tmp_path / "whole"
     fit(callbacks=[RolloutLogger()], trainer={"max_epochs": 3, "default_root_dir": whole})

@@ -111,7 +111,7 @@ GOOD = ["a", "bb", "ccc", "dddd"]
     [
         ("spin", "timeout: "),
         ("sleep", "timeout: "),
-        ("regex", "timeout: "),
+        pytest.param("regex", "timeout: ", marks=pytest.mark.slow),
         ("exit", "crashed: the worker exited with code 1"),
         ("exit 0", "crashed: the worker exited with code 0"),
         ("segfault", "crashed: the worker died of SIGSEGV"),
