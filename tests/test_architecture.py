@@ -137,3 +137,9 @@ def test_the_package_keeps_its_budget():
     has = {name: sum(one[name] for one in sizes) for name in sizes[0]} | {"files": len(sizes)}
     assert all(has[name] <= most for name, most in allowed.items()), has
     assert all(has[name] > 0.99 * most - 1 for name, most in allowed.items()), "lower the budget"
+
+
+def test_what_mutants_are_tried_with_is_there():
+    mutmut = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    chosen = mutmut["pytest_add_cli_args_test_selection"]
+    assert not [t for t in chosen if t[0] != "-" and not (ROOT / t.partition("::")[0]).exists()]
