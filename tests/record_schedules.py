@@ -6,10 +6,8 @@ and exits with 1 if any does. For changes of the code that must not change what 
 before, record after, compare. CPUs round differently: both on one machine. `against REVISION` makes
 both and compares them; it keeps those of the revision in `runs/recordings`.
 
-`--renamed OLD=NEW` is another name of a metric, a column or a file (`OLD=`: it is gone). `--as
-OLD=NEW` compares a schedule before with another one after, by `--keys` such as `completions
-versions weights overtaken`. `--noise OLD=NEW` records (`against`: the revision) with another name
-of the noise, since seeds are hashes of names.
+`--renamed OLD=NEW` is another name of a metric, a column or a file (`OLD=`: it is gone). `--keys`
+such as `completions versions weights overtaken` compares these alone.
 
 Each schedule runs once from beginning to end and, with one rank, once in pieces: it is stopped by
 SIGTERM at the places in `Schedule.stops` and resumed from the checkpoint of `RoundCheckpoint`. The
@@ -55,7 +53,7 @@ from schedules import ROWS, SCHEDULES, SETTINGS, Schedule, coin, digits
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import lit_rlsched
-from lit_rlsched import RolloutDataModule, callbacks, engines, types
+from lit_rlsched import RolloutDataModule, callbacks, engines
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
@@ -386,18 +384,6 @@ def record(out: Path, names: list[str], engine: str, seed: int, ranks: int) -> N
             print(f"{name}: {time.perf_counter() - began:.1f} s{said}", flush=True)
 
 
-def rename_noise(names: dict[str, str]) -> None:
-    """Hash other names: the seeds of all noise are hashes."""
-    hash_of = types.stable_hash
-
-    def mapped(*parts: object) -> int:
-        return hash_of(*(names.get(p, p) if isinstance(p, str) else p for p in parts))
-
-    for module in [*sys.modules.values()]:
-        if vars(module).get("stable_hash") is hash_of:
-            module.stable_hash = mapped
-
-
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Where two records differ, in order: the place and the two values."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -428,7 +414,7 @@ def rename(record: Any, names: dict[str, str]) -> Any:
 
 
 def view(run: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """What runs of two schedules may have in common: some keys, or parts of their completions."""
+    """Some keys of a run, or parts of its completions."""
     seen = {key: run[key] for key in keys if key not in PARTS}
     for key in PARTS.keys() & set(keys):
         seen[key] = [
@@ -445,18 +431,16 @@ def compare(
     old: Path,
     new: Path,
     renamed: dict[str, str] | None = None,
-    pairs: dict[str, str] | None = None,
     keys: list[str] | None = None,
+    names: list[str] | None = None,
 ) -> bool:
-    """Whether two recordings are equal; prints where each schedule differs."""
-    files = sorted({path.stem for folder in (old, new) for path in folder.glob("*.json")})
-    pairs = pairs or {name: name for name in files}
-    equal = bool(pairs)
-    for was, now in pairs.items():
-        title = was if was == now else f"{was} as {now}"
-        paths = old / f"{was}.json", new / f"{now}.json"
+    """Whether two recordings, or what they have of `names`, are equal; prints where they differ."""
+    files = names or sorted({path.stem for folder in (old, new) for path in folder.glob("*.json")})
+    equal = bool(files)
+    for name in files:
+        paths = old / f"{name}.json", new / f"{name}.json"
         if missing := [path.parent for path in paths if not path.exists()]:
-            print(f"{title}: not in {missing[0]}")
+            print(f"{name}: not in {missing[0]}")
             equal = False
             continue
         before, after = (json.loads(path.read_text("utf-8")) for path in paths)
@@ -470,11 +454,11 @@ def compare(
             )
         found = list(differences(before, after))
         if not found:
-            print(f"{title}: equal")
+            print(f"{name}: equal")
             continue
         equal = False
         where, one, other = found[0]
-        print(f"{title}: {len(found)} differences, first {where}: {one!r} -> {other!r}")
+        print(f"{name}: {len(found)} differences, first {where}: {one!r} -> {other!r}")
         places = Counter(re.sub(r"\['(whole|resumed)'\]|\[\d+\]", "", at) for at, *_ in found)
         for place, times in places.items() if len(places) > 1 else ():
             print(f"    {times} in {place}")
@@ -489,9 +473,9 @@ def against(given: argparse.Namespace) -> bool:
     tool = [*map(Path(__file__).with_name, ("schedules.py", "character_tokenizer.py")), __file__]
     cpu = re.findall("model name.*", Path("/proc/cpuinfo").read_text())[:1]
     how = [f"--engine={given.engine}", f"--seed={given.seed}", f"--ranks={given.ranks}"]
-    made_by = [commit, how, cpu, given.noise, *(Path(path).read_text("utf-8") for path in tool)]
+    made_by = [commit, how, cpu, *(Path(path).read_text("utf-8") for path in tool)]
     kept = root / "runs" / "recordings" / hashlib.sha256(repr(made_by).encode()).hexdigest()[:12]
-    pairs = given.pairs or {name: name for name in given.only or SCHEDULES}
+    asked = given.only or [*SCHEDULES]
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder, "new")
         for path in tool:
@@ -500,20 +484,17 @@ def against(given: argparse.Namespace) -> bool:
         before = Path(folder, "before")  # not beside this file: Python looks there first
         before.mkdir()
         subprocess.run(["tar", "-x", "-C", before], input=archive, check=True)
-        old_names = [name for name in pairs if not (kept / f"{name}.json").exists()]
-        noise = ["--noise", *("=".join(names) for names in given.noise.items())]
-        sides = ((before, kept, old_names, noise), (root, new, pairs.values(), []))
-        for code, out, names, more in sides:
+        missing = [name for name in asked if not (kept / f"{name}.json").exists()]
+        for code, out, names in ((before, kept, missing), (root, new, asked)):
             if names:
                 print(f"What {code} does, recorded in {out}:", flush=True)
                 command = [sys.executable, Path(folder, "record_schedules.py"), "record", out, *how]
                 environ = os.environ | {"PYTHONPATH": str(code), "RECORDS": str(code)}
-                command += [*more, "--only", *names]
+                command += ["--only", *names]
                 # processes of engines look into the folder that they start in first
                 subprocess.run(command, env=environ, cwd=code, check=True)
-        there = [was for was, now in pairs.items() if (kept / f"{was}.json").exists()]
-        both = {was: pairs[was] for was in there if (new / f"{pairs[was]}.json").exists()}
-        return bool(both) and compare(kept, new, given.renamed, both, given.keys)
+        both = [n for n in asked if all((of / f"{n}.json").exists() for of in (kept, new))]
+        return bool(both) and compare(kept, new, given.renamed, given.keys, both)
 
 
 def main(arguments: list[str]) -> int:
@@ -522,9 +503,7 @@ def main(arguments: list[str]) -> int:
     recording.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     recording.add_argument("--seed", type=int, default=1)
     recording.add_argument("--ranks", type=int, default=1)
-    recording.add_argument("--noise", nargs="*", default=[], metavar="OLD=NEW")
     comparing.add_argument("--renamed", nargs="+", default=[], metavar="OLD=NEW")
-    comparing.add_argument("--as", nargs="+", default=[], metavar="OLD=NEW", dest="pairs")
     comparing.add_argument("--keys", nargs="+")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -534,10 +513,10 @@ def main(arguments: list[str]) -> int:
     comparison.add_argument("new", type=Path)
     commands.add_parser("against", parents=[recording, comparing]).add_argument("revision")
     given = parser.parse_args(arguments)
-    for name in {"noise", "renamed", "pairs"} & vars(given).keys():
-        setattr(given, name, dict(pair.split("=", 1) for pair in getattr(given, name)))
+    if given.command != "record":
+        given.renamed = dict(pair.split("=", 1) for pair in given.renamed)
     if given.command == "compare":
-        return 0 if compare(given.old, given.new, given.renamed, given.pairs, given.keys) else 1
+        return 0 if compare(given.old, given.new, given.renamed, given.keys) else 1
     if given.command == "against":
         return 0 if against(given) else 1
     if not Path(lit_rlsched.__file__).is_relative_to(code := os.environ.get("RECORDS", "/")):
@@ -545,7 +524,6 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    rename_noise(given.noise)
     record(given.out, given.only or list(SCHEDULES), given.engine, given.seed, given.ranks)
     return 0
 
