@@ -18,12 +18,13 @@ from torch import Tensor
 from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
+from lit_rlsched.rollout.hooks import RoundHooks
+from lit_rlsched.rollout.pool import Pool
+from lit_rlsched.rollout.result import DraftAudit
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.round_rule import RoundRule
+from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
 from lit_rlsched.training.selection import Selection, Stop, is_uninformative
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
@@ -194,28 +195,23 @@ class World:
         how, limit = self.schedule, self.policies[0].limit
         engine = SimulatedEngine(lengths=self, stream=False, length_only=True)
         session = simulated_session(engine, how.slots, limit + 1, lambda: Admission(how.slots))
-        session.controller.scorer = session.scorer = Scores(self)  # type: ignore[assignment]
-        selection, batches = how.selection, how.max_num_gen_batches
-        hooks = RoundHooks()
-        hooks.verify = self.verify  # type: ignore[method-assign]
-        hooks.is_replaced = lambda group: is_uninformative(group, [1.0])  # type: ignore[method-assign]
-        hooks.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
-        hooks.max_num_gen_batches = batches
+        session.scorer = Scores(self)  # type: ignore[assignment]
         visits = [Visit(Prompt(f"{i}", "", (p,)), f"{i}") for i, p in enumerate(prompts)]
-        planner = RoundPlanner(RolloutBuffer(), Sampling(limit), how.generations)
-        planner.source = Prompts(visits)  # type: ignore[assignment]
-        runner, rule = RoundRunner(planner), how.rule()
-        number = 0
+        pool, rule = Pool(Sampling(limit), how.generations, Prompts(visits)), how.rule()
+        hooks, number = Hooks(self, pool, rule), 0
         while how.rounds is None or number < how.rounds:
             self.version = number
-            drawn = runner.run(session, rule, number, number, hooks)
-            if not drawn.planned:
+            rollout = Rollout(session, pool.plan(rule), number, rule, hooks)
+            rollout.load_weights()
+            rollout.run()
+            result = rollout.result()
+            if not result.planned:
                 break
-            runner.commit(drawn)
+            pool.commit(result, rule)
             number += 1
             yield [
                 Trained(group.prompt.token_ids[0], group.id, law, self._old(completion, number - 1))
-                for group in drawn.harvest.trained
+                for group in result.trained
                 for completion in group.completions
                 if not completion.dropped
                 for law in [self.laws[f"{group.id}/{completion.index}"]]
@@ -235,6 +231,25 @@ def _verified(p: Row, q: Row, draft: Tokens, limit: int) -> dict[tuple[Tokens, i
         for y, w in tabular.completed(p, {begun: share}, limit).items():
             law[y, len(begun)] += w
     return law
+
+
+class Hooks(RoundHooks):
+    """The trainer's part: what replaces, stops and verifies."""
+
+    def __init__(self, world: World, pool: Pool, rule: RoundRule) -> None:
+        self._world, self._pool, self._rule = world, pool, rule
+        selection, self._most = world.schedule.selection, world.schedule.max_num_gen_batches
+        self.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
+        self.replaces = self._most > 1
+
+    def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
+        return self._world.verify(groups, version)
+
+    def another(self, group: Group, state: RoundState) -> Group | None:
+        drops = is_uninformative(group, [1.0])  # also where nothing replaces it
+        if not drops or len(state.due) >= self._most * self._rule.update_prompts:
+            return None
+        return self._pool.replacement(group, state.planned, self._rule)
 
 
 class Prompts(PromptList):

@@ -44,7 +44,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.models import make_model
-from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.result import DraftAudit
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.types import Draft, Group
 
@@ -95,7 +95,7 @@ class Mistaken(Drafts):
         self._newest = case == WEIGHTS
 
     def verify(
-        self, groups: Sequence[Group], policy: torch.nn.Module, version: int, **how: Any
+        self, groups: Sequence[Group], policy: torch.nn.Module, version: int, *how: Any
     ) -> DraftAudit:
         """Verify those drafts that the mistake leaves."""
         if self._newest:
@@ -114,7 +114,7 @@ class Mistaken(Drafts):
                 completion.segments = [(version, len(draft.token_ids))]
                 if ended:
                     completion.finish_reason = "stop" if draft.token_ids[-1] == EOS else "length"
-        return super().verify(groups, policy, version, **how)
+        return super().verify(groups, policy, version, *how)
 
 
 @contextmanager
@@ -124,15 +124,17 @@ def same_noise() -> Iterator[None]:
     `VLLMEngine` takes other noise for a request that has tokens; this is left out, too.
     """
     from lit_rlsched.engines import _vllm_worker as _vllm_noise
-    from lit_rlsched.rollout import controller
+    from lit_rlsched.rollout import requests
     from lit_rlsched.types import Completion, stable_hash
 
-    def seed(run: int, group: Group, completion: Completion, version: int, salt: str = "") -> int:
+    def seed(
+        run: int, group: Group, completion: Completion, version: int, seed_domain: str = ""
+    ) -> int:
         return stable_hash(run, group.prompt.uid, completion.index)
 
     noise: Any = _vllm_noise.Noise
-    module: Any = controller
-    before = controller.completion_seed, noise.seed
+    module: Any = requests
+    before = requests.completion_seed, noise.seed
     module.completion_seed, noise.seed = seed, lambda self, request: request.seed
     try:
         yield
@@ -194,7 +196,7 @@ def second_round(case: str, model: str, seed: int, rate: float) -> tuple[Any, An
     class Second(RolloutCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if case not in RIGHT:
-                trainer.datamodule.run.rounds.drafts = Mistaken(case)
+                trainer.datamodule.run.drafts = Mistaken(case)
 
         def on_round_end(self, trainer: Any, pl_module: Any, round: Any) -> None:
             self.round, self.policy = round, copy.deepcopy(pl_module.model).eval()

@@ -27,14 +27,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import models, results
-from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.engines.vllm import VLLMEngine
 from lit_rlsched.processes import keep_heap
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.rollout.scoring import Unscored
-from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.round_rule import FullRound
+from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 GROUP = 16
@@ -76,38 +74,34 @@ class Rounds:
     def __init__(self, model: str, running: int, limit: int) -> None:
         self.limit, self.running = limit, running
         self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        self.engine = VLLMEngine()
-        self.engine.start(
-            EngineSpec(model, running, limit + 8, ())
-        )  # without EOS, so that all reach the limit
-        self.worker = RolloutWorker(self.engine, Admission(running))
-        self.steps, self.begun = 0, lambda: None
-        self.controller = RolloutController(
-            self.worker,
-            Unscored(),  # type: ignore[arg-type]
-            seed=0,
-            heed=self._heed,
-        )
+        self.engine, self.steps, self.begun = VLLMEngine(), 0, lambda: None
+        spec = EngineSpec(model, running, limit + 8, ())  # without EOS, so that all reach the limit
+        scorer: Any = Unscored()
+        self.session = RolloutSession(self.engine, spec, scorer, self._sync, seed=0)
+        self.session.check_interrupt = self._step
 
-    def _heed(self) -> None:
+    def _sync(self, version: int) -> dict[str, float]:
+        self.engine.sync_weights(self.policy.named_parameters(), version)
+        return {}
+
+    def _step(self) -> None:
         self.steps += 1
         if self.steps == SKIPPED + 1:
             self.begun()  # type: ignore[no-untyped-call]
 
     def run(self, version: int, begun: Callable[[], None]) -> int:
         """Draw a round and return its decode steps after `begun` was called: when all decode."""
-        self.engine.sync_weights(self.policy.named_parameters(), version)
         prompts = [Prompt(f"{i}", "", (1 + i % 60, 2, 3)) for i in range(self.running // GROUP)]
         plan = [
             Group(p.uid, p, Sampling(self.limit), [Completion(i) for i in range(GROUP)])
             for p in prompts
         ]
-        trace = self.worker.start_trace()
         self.steps, self.begun = 0, begun
-        for _ in self.controller.run(plan, FullRound(len(plan)), version):
-            pass
-        assert set(trace.steps["running"]) == {self.running}
-        return trace.decode_steps - SKIPPED
+        rollout = Rollout(self.session, plan, version)
+        rollout.load_weights()
+        rollout.run()
+        assert set(rollout.trace.steps["running"]) == {self.running}
+        return rollout.trace.decode_steps - SKIPPED
 
 
 class Parts:
@@ -142,7 +136,7 @@ class Parts:
         self.instructions.clear()
         self._since = time.process_time()
 
-    def turn(self) -> None:
+    def count_time(self) -> None:
         """Add the time since the last call to the current part."""
         now = time.process_time()
         self.seconds[self._stack[-1]] += now - self._since
@@ -152,12 +146,12 @@ class Parts:
         whole = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.turn()
+            self.count_time()
             self._stack.append(part)
             try:
                 return whole(*args, **kwargs)
             finally:
-                self.turn()
+                self.count_time()
                 self._stack.pop()
 
         setattr(owner, name, timed)
@@ -196,7 +190,7 @@ def measure(
     for version in range(1, rounds + 1):
         with parts.counting() if count else nullcontext():
             steps = of.run(version, parts.forget)
-            parts.turn()
+            parts.count_time()
         counted: Mapping[str, float] = parts.instructions if count else parts.seconds
         measured.append({part: counted.get(part, 0.0) / steps for part in PARTS})
     of.engine.close()

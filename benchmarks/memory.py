@@ -56,13 +56,12 @@ def measure(
     import torch
     from transformers import AutoConfig
 
-    from lit_rlsched.engines.base import RolloutWorker
     from lit_rlsched.engines.spec import EngineSpec
     from lit_rlsched.engines.vllm import VLLMEngine
-    from lit_rlsched.rollout.controller import RolloutController
+    from lit_rlsched.rollout.rollout import Rollout
     from lit_rlsched.rollout.scoring import Unscored
+    from lit_rlsched.rollout.session import RolloutSession
     from lit_rlsched.scheduling.admission import SlotSettings
-    from lit_rlsched.scheduling.round_rule import FullRound
     from lit_rlsched.text import kv_bytes_per_token
     from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -80,21 +79,25 @@ def measure(
         engine.kv_cache(spec, token_bytes), generations, prompt_tokens, engine.most_slots(spec)
     )
     spec = replace(spec, slots=most)
-    engine.start(spec)
-    worker = RolloutWorker(
-        engine, settings.admission(engine.kv_cache(spec, token_bytes), spec.slots, limit, "fifo")
+    cache = engine.kv_cache(spec, token_bytes)
+    scorer: Any = Unscored()
+    session = RolloutSession(
+        engine,
+        spec,
+        scorer,
+        seed=0,
+        admission=lambda: settings.admission(cache, spec.slots, limit, "fifo"),
     )
-    controller = RolloutController(worker, Unscored(), seed=0)  # type: ignore[arg-type]
-    worker.start_trace()
     group = Group(
         "0",
         Prompt("0", "0", tuple(5 + i % 200 for i in range(prompt_tokens))),
         Sampling(limit),
         [Completion(i) for i in range(generations)],
     )
-    for _ in controller.run([group], FullRound(1), version=0):
-        pass
-    trace = worker.trace
+    rollout = Rollout(session, [group], 0)
+    rollout.load_weights()
+    rollout.run()
+    trace = rollout.trace
     figures = {
         "peak_kv_tokens": max(trace.steps["kv_tokens"]),
         "kv_bytes": max(trace.steps["kv_tokens"]) * token_bytes,

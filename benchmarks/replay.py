@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.round_runner import DrawnRound
+from lit_rlsched.rollout.result import RoundResult
 from lit_rlsched.scheduling.admission import Admission, Order, Refill
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, LengthPredictor
 from lit_rlsched.scheduling.round_rule import FullRound, RoundRule
@@ -42,7 +42,7 @@ def replayed_rounds(
     schedule: Schedule,
     slots: int,
     rule: RoundRule | None = None,
-) -> Iterator[DrawnRound]:
+) -> Iterator[RoundResult]:
     """Yield recorded rounds as they are drawn again under a schedule.
 
     Args:

@@ -16,7 +16,7 @@ from lit_rlsched import Sample, Sampling, eos_token_ids, load_policy, load_token
 from lit_rlsched.data import Countdown, PromptSource, make_prompts, repeat
 from lit_rlsched.engines import EngineSpec, TransformersEngine, VLLMEngine
 from lit_rlsched.rewards import RewardScheduler, countdown_reward
-from lit_rlsched.rollout import RolloutSession, Scorer
+from lit_rlsched.rollout import Rollout, RolloutSession, Scorer
 from lit_rlsched.training import (
     OptimizerStep,
     WeightSync,
@@ -27,8 +27,8 @@ from lit_rlsched.training import (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, and print the mean reward of each round."""
+def main(argv: Sequence[str] | None = None) -> torch.nn.Module:
+    """Train, print the mean reward of each round, and return the policy."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             # them, draw a group of completions per prompt, and score each once it is finished.
             draws = source.draw(args.prompts)
             groups = [repeat(d.prompt, args.generations, d.key, sampling) for d in draws]
-            list(session.rollout(groups, version))  # fills `groups`; yields each once it is scored
+            rollout = Rollout(session, groups, version)
+            rollout.load_weights()
+            rollout.run()  # fills `groups`
 
             # 2. Advantages: the reward relative to the completions of the same prompt.
             reward = reward_matrix(groups, rewards.weights)  # [prompts, generations]
@@ -85,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
             print(f"round {version}: reward {reward.nanmean():.3f}", flush=True)
+    return policy
 
 
 if __name__ == "__main__":

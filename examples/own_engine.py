@@ -16,6 +16,7 @@ import torch
 from lit_rlsched.engines.base import RolloutEngine, check_requests
 from lit_rlsched.engines.sampling import counter_uniform, draw
 from lit_rlsched.engines.spec import EngineStats, Partial
+from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, FinishReason, Request
 
 
@@ -43,6 +44,8 @@ class PlainEngine(RolloutEngine):
 
     def start(self, spec):
         """Take the model of the run; `spec` also has its limits and end-of-sequence tokens."""
+        if spec.policy is None:
+            raise UsageError("`PlainEngine` needs the trainer's model: leave `ProcessEngine` out.")
         self.spec = spec
         self.running = {}  # by request id
         self.decode_steps = self.computed_tokens = 0

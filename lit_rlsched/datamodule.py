@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_rlsched.callbacks.rollout_progress_bar import replace_default_bar
 from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.protocol import Environments, ToolSettings
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.run import checks
 from lit_rlsched.run.interrupts import is_requeued, requeue
@@ -25,7 +25,7 @@ from lit_rlsched.run.startup import make_engine
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import KnownArguments, arguments_checked
-from lit_rlsched.training.schedule import EvaluationSettings, RunSettings, ToolSettings
+from lit_rlsched.training.schedule import EvaluationSettings, RunSettings
 from lit_rlsched.types import Sampling
 
 
@@ -247,9 +247,8 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
     @property
     def hparams_initial(self) -> AttributeDict:
         """Settings of the whole run, which Lightning gives to every logger; see `run_config`."""
-        return logged_settings(
-            super().hparams_initial, self.trainer, self.run.settings, self.run.rows
-        )
+        run = self.run
+        return logged_settings(super().hparams_initial, self.trainer, run.settings, run.rows)
 
     def train_dataloader(self) -> Rounds | MicroBatches:
         """Loader of optimizer steps, or of micro-batches for automatic optimization."""
@@ -259,18 +258,15 @@ class RolloutDataModule(LightningDataModule, KnownArguments):
 
     def val_dataloader(self) -> Evaluation | list[Any]:
         """Validation prompts with their completions."""
-        return self._held_out("val")
+        return [] if self.run.settings.data["val"] is None else Evaluation(self.run, "val")
 
     def test_dataloader(self) -> Evaluation | list[Any]:
         """Test prompts with their completions."""
-        return self._held_out("test")
+        return [] if self.run.settings.data["test"] is None else Evaluation(self.run, "test")
 
     def predict_dataloader(self) -> Evaluation:
         """Prompts of `predict_data` with their completions."""
         return Evaluation(self.run, "predict")
-
-    def _held_out(self, stage: str) -> Evaluation | list[Any]:
-        return [] if self.run.settings.data[stage] is None else Evaluation(self.run, stage)
 
     def teardown(self, stage: str) -> None:
         """Close engine and reward workers, and discard the schedule."""

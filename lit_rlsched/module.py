@@ -62,7 +62,7 @@ class GRPOModule(PolicyModule):
                 "`advantage='reinforce++'` compares rewards with those of the whole update, which "
                 "are known only at its end. Use `advantage='group'`"
             )
-        if self._hp.scale_rewards == "batch":
+        if self.hparams.scale_rewards == "batch":
             return (
                 "`scale_rewards='batch'` divides by the standard deviation of the whole update, "
                 "which is known only at its end. Use 'group' or 'none'"
@@ -71,12 +71,12 @@ class GRPOModule(PolicyModule):
 
     @property
     def needs_group(self) -> bool:
-        return self._hp.advantage == "group"
+        return self.hparams.advantage == "group"
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         if not self.needs_group:
             return batch_normalized(rewards)
-        return group_relative(rewards, self._hp.scale_rewards)
+        return group_relative(rewards, self.hparams.scale_rewards)
 
 
 class RLOOModule(PolicyModule):
@@ -104,7 +104,7 @@ class RLOOModule(PolicyModule):
         super().__init__(model, beta=beta, loss_type=loss_type, **kwargs)
 
     def streaming_obstacle(self) -> str | None:
-        if self._hp.normalize_advantages:
+        if self.hparams.normalize_advantages:
             return (
                 "`normalize_advantages=True` needs the advantages of the whole update, which are "
                 "known only at its end. Leave it out"
@@ -117,8 +117,7 @@ class RLOOModule(PolicyModule):
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         if logprobs is not None:
-            penalised = kl_in_reward(
-                rewards.flatten(), logprobs.old, logprobs.ref, logprobs.mask, beta=self._hp.beta
-            )
+            flat, beta = rewards.flatten(), self.hparams.beta
+            penalised = kl_in_reward(flat, logprobs.old, logprobs.ref, logprobs.mask, beta=beta)
             rewards = penalised.view_as(rewards)
-        return leave_one_out(rewards, self._hp.normalize_advantages)
+        return leave_one_out(rewards, self.hparams.normalize_advantages)

@@ -89,13 +89,11 @@ def how_it_ended(code: int | None) -> str:
     return f"exited with code {code}"
 
 
-PASSED = frozenset(
-    [
-        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM"),
-        *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "VIRTUAL_ENV"),
-        *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "TOKENIZERS_PARALLELISM"),
-        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    ]
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM"),
+    *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "VIRTUAL_ENV"),
+    *("CONDA_PREFIX", "LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "TOKENIZERS_PARALLELISM"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
 """Variables that Python, its packages and programs started by reward functions need."""
 PASSED_PREFIXES = (
@@ -104,10 +102,9 @@ PASSED_PREFIXES = (
     *("TRITON_", "VLLM_", "HF_", "TRANSFORMERS_"),
 )
 """Settings of the interpreter, of threads and devices, and of the libraries that run models."""
-PROXIES = tuple(
-    name
-    for proxy in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-    for name in (proxy, proxy.upper())
+PROXIES = (
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
 )
 """Network proxies: passed on unless they contain a password."""
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
@@ -150,9 +147,3 @@ def require_posix(part: str) -> None:
     """Refuse Windows; `part` is the subject of the message's sentence."""
     if sys.platform == "win32":
         raise UsageError(f"{part} cannot run on Windows. Use Linux, macOS or WSL 2.")
-
-
-def require_linux(part: str, instead: str) -> None:
-    """Refuse every system but Linux; `instead` is a sentence that says what to do."""
-    if sys.platform != "linux":
-        raise UsageError(f"{part} runs on Linux only, and this is `{sys.platform}`. {instead}")

@@ -98,8 +98,14 @@ class TeamWatch:
         own = socket.gethostname()
         host, key = os.environ.get("MASTER_ADDR", "127.0.0.1"), secrets.token_bytes(32)
         if rank == 0:
-            # a host's own name may be 127.0.1.1 to itself
-            with _server("" if host not in ("127.0.0.1", "::1", "localhost") else host) as server:
+            # all interfaces, by IPv4 and IPv6: a host's own name may be 127.0.1.1 to itself
+            every = host not in ("127.0.0.1", "::1", "localhost")
+            both = every and socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both or host == "::1" else socket.AF_INET
+            with socket.create_server(
+                ("" if every else host, 0), family=family, backlog=1024, dualstack_ipv6=both
+            ) as server:
+                server.settimeout(0.1)
                 ranks = all_gather((os.getpid(), own, server.getsockname()[1], key))
                 while len(self._connections) < len(ranks) - 1:
                     with suppress(OSError):  # nobody has come, or has gone again
@@ -188,15 +194,6 @@ class TeamWatch:
             os._exit(1)
 
 
-def _server(host: str) -> socket.socket:
-    """Listen at a free port of a host; without one of all interfaces, by IPv4 and IPv6."""
-    both = not host and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    server = socket.create_server((host, 0), family=family, backlog=1024, dualstack_ipv6=both)
-    server.settimeout(0.1)
-    return server
-
-
 _END, _FAIL, _CALL, _SHARE = "end", "fail", "call", "share"
 
 
@@ -213,10 +210,8 @@ class DistributedTeam(Team):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self.leading = False
         self._watch = TeamWatch(self.rank, self.all_gather)
 
     def lead(self, draw: Callable[[], T], tasks: Mapping[str, Callable[..., Any]]) -> T:
@@ -307,8 +302,8 @@ class DistributedTeam(Team):
         Each rank has equally many items, because a pass under FSDP needs every rank: one that has
         none left takes the first again.
         """
-        turns = -(-len(items) // self.size)
-        mine = [self.rank + turn * self.size for turn in range(turns)]
+        passes = -(-len(items) // self.size)
+        mine = [self.rank + number * self.size for number in range(passes)]
         results = [task(items[i] if i < len(items) else items[0]) for i in mine]
         gathered: list[Any] | None = [None] * self.size if self.leads else None
         dist.gather_object(results, gathered, dst=0, group=self._group)

@@ -3,6 +3,7 @@
 import csv
 import functools
 import inspect
+import itertools
 import math
 import re
 from argparse import Namespace
@@ -97,7 +98,8 @@ class Range:
             least = f", {self.least} or more" if self.least > -math.inf else ""
             most = f" and at most {self.most:,}" if self.most < MOST else ""
             return f"must be a whole number{least}{most}"
-        least, most = map(_digits, (self.least, self.most))
+        ends = self.least, self.most
+        least, most = (f"{n:,.0f}" if 1000 <= n < 1e10 else f"{n:g}" for n in ends)
         if self.most == LARGEST:
             if self.least == -LARGEST:
                 return f"use a number from {self.least:g} to {self.most:g}"
@@ -109,10 +111,6 @@ class Range:
 
 def _too_small_or_large(number: Any) -> bool:
     return bool(0 < abs(number) < SMALLEST or LARGEST < abs(number) < math.inf)
-
-
-def _digits(number: float) -> str:
-    return f"{number:,.0f}" if 1000 <= number < 1e10 else f"{number:g}"
 
 
 def _csv_rows(name: str) -> list[list[str]]:
@@ -182,20 +180,18 @@ def _check_types(
             continue
         if (value := given[name]) is parameter.default or _fits(value, hint):
             continue
-        if isinstance(value, str) and any(get_origin(of) is Literal for of in _either(hint)):
-            check_choice(owner, name, value, [w for of in _either(hint) for w in _words(of)])
-        said = " or ".join(dict.fromkeys(map(_said, _either(hint))))
+        kinds = _either(hint)
+        if isinstance(value, str) and any(get_origin(of) is Literal for of in kinds):
+            few: dict[Any, tuple[Any, ...]] = {type(None): (None,), bool: (False, True)}
+            words = (get_args(of) if get_origin(of) is Literal else few.get(of, ()) for of in kinds)
+            check_choice(owner, name, value, [*itertools.chain(*words)])
+        said = " or ".join(dict.fromkeys(map(_said, kinds)))
         raise UsageError(f"`{owner}({name}={value!r})`: use {said}.")
 
 
 def _either(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _words(hint: Any) -> tuple[Any, ...]:
-    few = {type(None): (None,), bool: (False, True)}
-    return get_args(hint) if get_origin(hint) is Literal else few.get(hint, ())
 
 
 _TYPES: dict[Any, tuple[Any, str]] = {
@@ -308,11 +304,6 @@ def counterpart(name: str, written: Callable[[str], str]) -> str:
     return f"{said}: {remark}." if remark else f"{said}."
 
 
-def suggestion(name: str, known: Iterable[str], written: Callable[[str], str]) -> str:
-    """Return what TRL's `name` is here or which known name is near; empty if neither."""
-    return counterpart(name, written) or did_you_mean(name, known)
-
-
 class _ConstructorSignature:
     """Is the signature of `__init__` for `inspect`, which would take that of `__new__`."""
 
@@ -341,9 +332,10 @@ class KnownArguments:
         known, open_ended = constructor_arguments(cls)
         if not open_ended:
             for name in (name for name in kwargs if name not in known):
+                near = counterpart(name, functools.partial(_written, known))
                 raise UsageError(
                     f"`{cls.__name__}({name}=...)`: there is no such argument."
-                    + suggestion(name, known, functools.partial(_written, cls.__name__, known))
+                    f"{near or did_you_mean(name, known)}"
                 )
             if args and not known:  # `object` lets them pass where there is a `__new__`
                 raise UsageError(f"`{cls.__name__}()` takes no arguments.")
@@ -353,8 +345,8 @@ class KnownArguments:
 _OWNERS = {"model": "GRPOModule", "data": "RolloutDataModule", "trainer": "Trainer"}
 
 
-def _written(owner: str, known: set[str], setting: str) -> str:
-    """Return how Python writes a setting such as `data.train_data`, next to those of `owner`."""
+def _written(known: set[str], setting: str) -> str:
+    """Return how Python writes a setting such as `data.train_data`, next to `known` arguments."""
     home, _, name = setting.rpartition(".")
     home = _OWNERS.get(home, home)
     return f"`{name}`" if name in known or not home else f"`{home}({name}=...)`"

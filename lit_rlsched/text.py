@@ -118,12 +118,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-_PREFIXES = "KMGT"
-_UNITS = (
-    {"": 1, "B": 1}
-    | {f"{prefix}IB": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)}
-    | {f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)}
-)
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_prefix}IB": 1024**_power, f"{_prefix}B": 1000**_power}
 
 
 def parse_bytes(size: str | int, setting: str) -> int:

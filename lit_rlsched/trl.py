@@ -72,6 +72,8 @@ class _RolloutTrainer:
             self._refuse("eval_dataset", " Give one split.")
         self._check_callbacks(callbacks or ())
         self.folder = Path(str(args.output_dir))
+        self.hub_model_id = str(args.hub_model_id or self.folder.absolute().name)
+        """Repository that `push_to_hub` uploads to."""
         self._world = args.world_size
         prompts, steps = self._batches()
         if train_dataset is None:
@@ -108,7 +110,7 @@ class _RolloutTrainer:
             model = model_folder(model, at, several=several, gets_adapter=bool(lora))
         self.module = self._module(str(model), **self.module_settings(length["max_steps"]), **lora)
         self._history = History()
-        self.trainer = Trainer(**length, **self._hardware(), **self._outputs(callbacks or []))
+        self.trainer = Trainer(**length, **self._trainer_settings(callbacks or []))
         self._history.trainer = self.trainer
         self.accelerator = accelerator_of(self.trainer)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -180,7 +182,6 @@ class _RolloutTrainer:
         most = args.max_steps
         if most <= 0:
             most = math.ceil(args.num_train_epochs * rounds * steps)
-        logs = math.ceil(_steps(args.logging_steps, most))
         each = _steps(args.eval_steps or args.logging_steps, most)
         waits = {"no": most, "epoch": rounds, "steps": max(1, int(each) // steps)}
         if args.eval_strategy not in waits:
@@ -190,26 +191,15 @@ class _RolloutTrainer:
             "check_val_every_n_epoch": waits[args.eval_strategy],
             "limit_val_batches": float(args.eval_strategy != "no" or args.eval_on_start),
             "num_sanity_val_steps": -1 if args.eval_on_start else 0,
-            "log_every_n_steps": max(1, logs),
+            "log_every_n_steps": max(1, math.ceil(_steps(args.logging_steps, most))),
         }
 
-    def _hardware(self) -> dict[str, Any]:
+    def _trainer_settings(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
+        """Return the settings of the Trainer that do not depend on the length of the run."""
         args, local = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if args.fp16 and args.bf16:
             self._refuse("args", " Give `fp16` or `bf16`.")
         half = "16-mixed" if args.fp16 else "bf16-mixed"
-        return {
-            "accelerator": "cpu" if args.use_cpu else "auto",
-            "devices": local,
-            "num_nodes": self._world // local,
-            "strategy": "ddp" if self._world > 1 else "auto",
-            "precision": half if args.fp16 or args.bf16 in (None, True) else "32-true",
-            "deterministic": args.full_determinism,
-            "plugins": with_atomic_io(None),
-        }
-
-    def _outputs(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        args = self.args
         wanted: list[Callback] = [RNGState(), self._history]
         if args.log_completions:
             wanted.append(RolloutLogger())
@@ -219,27 +209,29 @@ class _RolloutTrainer:
             kept = {} if args.save_total_limit is None else {"keep": args.save_total_limit}
             wanted.append(RoundCheckpoint(str(self.folder / "checkpoints"), **kept))
         given = {type(callback) for callback in callbacks}
+        loggers = list[Logger]()
+        for name in [args.report_to] if isinstance(args.report_to, str) else args.report_to or []:
+            if name == "wandb":
+                loggers += [WandbLogger(args.run_name, project=args.project, save_dir=self.folder)]
+            elif name == "tensorboard":
+                loggers += [TensorBoardLogger(self.folder, name=args.run_name or "runs")]
+            elif name != "none":
+                self._refuse(f"report_to={name!r}", " Use `none`, `wandb` or `tensorboard`.")
         return {
+            "accelerator": "cpu" if args.use_cpu else "auto",
+            "devices": local,
+            "num_nodes": self._world // local,
+            "strategy": "ddp" if self._world > 1 else "auto",
+            "precision": half if args.fp16 or args.bf16 in (None, True) else "32-true",
+            "deterministic": args.full_determinism,
+            "plugins": with_atomic_io(None),
             "callbacks": [*callbacks, *(one for one in wanted if type(one) not in given)],
-            "logger": [*self._loggers(), self._history],
+            "logger": [*loggers, self._history],
             "enable_progress_bar": not args.disable_tqdm,
             "enable_model_summary": False,
             "enable_checkpointing": args.save_strategy != "no",
             "default_root_dir": self.folder,
         }
-
-    def _loggers(self) -> list[Logger]:
-        args, made = self.args, list[Logger]()
-        names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
-        for name in names:
-            if name == "wandb":
-                logger = WandbLogger(args.run_name, project=args.project, save_dir=self.folder)
-                made.append(logger)
-            elif name == "tensorboard":
-                made.append(TensorBoardLogger(self.folder, name=args.run_name or "runs"))
-            elif name != "none":
-                self._refuse(f"report_to={name!r}", " Use `none`, `wandb` or `tensorboard`.")
-        return made
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train.
@@ -253,12 +245,9 @@ class _RolloutTrainer:
         Raises:
             UsageError: there is none.
         """
-        path = resume_from_checkpoint or None
-        if path is True:
-            newest = newest_checkpoint(self.folder)
-            if newest is None:
-                raise UsageError(f"There is no checkpoint in `{self.folder}` to go on from.")
-            path = str(newest)
+        path: Any = resume_from_checkpoint or None
+        if path is True and (path := newest_checkpoint(self.folder)) is None:
+            raise UsageError(f"There is no checkpoint in `{self.folder}` to go on from.")
         self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=path)
         args = self.args
         at_once = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -328,11 +317,6 @@ class _RolloutTrainer:
     def end(self) -> None:
         """Do nothing: loggers and processes end with the training."""
 
-    @property
-    def hub_model_id(self) -> str:
-        """Repository that `push_to_hub` uploads to."""
-        return str(self.args.hub_model_id or self.folder.absolute().name)
-
     def create_model_card(self, **_: Any) -> None:
         """Write the model card into `output_dir`, as `save_model` does."""
         if not (self.folder / "README.md").exists():
@@ -358,12 +342,12 @@ class _RolloutTrainer:
 
         Adapters are merged into the model.
         """
-
-        def write(path: str) -> None:
-            exported = export(path, str(Path(path).with_name("model")))
-            shutil.copytree(exported, output_dir or self.folder, dirs_exist_ok=True)
-
-        self._export(write)
+        to = output_dir or self.folder
+        self._export(
+            lambda path: shutil.copytree(
+                export(path, str(Path(path).with_name("model"))), to, dirs_exist_ok=True
+            )
+        )
 
     def _export(self, write: Callable[[str], Any]) -> None:
         """Give a checkpoint of the weights to `write`, on the first process."""

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -46,18 +47,13 @@ def verify(
     groups,
     version=4,
     seed=SEED,
-    salt="",
+    seed_domain="",
     micro_batch_tokens=4096,
-    **settings,
+    row_cost=None,
 ):
-    return drafts.verify(
-        groups,
-        policy,
-        version,
-        seed=seed,
-        salt=salt,
-        eos_token_ids=(EOS,),
-        micro_batch_tokens=micro_batch_tokens,
+    update = SimpleNamespace(
+        settings=SimpleNamespace(seed=seed, micro_batch_tokens=micro_batch_tokens),
         forward_context=nullcontext,
-        **settings,
+        learner=SimpleNamespace(row_cost=lambda: row_cost),
     )
+    return drafts.verify(groups, policy, version, update, (EOS,), seed_domain)

@@ -206,9 +206,10 @@ CALLBACKS = [
     *each(cb.StreamedTraining, "a share of the update's prompts", start=(-0.1, 1.0, "soon")),
 ]
 
+OWNER = r"`(GRPOModule|policy_loss)\(.*"
 LOSSES = [
     ("`importance_sampling_mode=None` to switch", {"importance_sampling_clip_max": 0.0}),
-    ("use 0 or more", {"epsilon": -0.1}),
+    (OWNER + "use 0 or more", {"epsilon": -0.1}),
     ("use 0 or more", {"epsilon": -0.1, "epsilon_high": 0.2, "beta": 0.1}),
     ("use 0 or more", {"epsilon_high": -0.1}),
     ("use 0 or more", {"beta": -0.1}),
@@ -221,8 +222,8 @@ LOSSES = [
     ("Use `RLOOModule`", {"beta": 0.1, "loss_type": "rloo"}),
     ("'sequence_mask'", {"importance_sampling_mode": "token_mask", "loss_type": "rloo"}),
     ("'sequence_mask'", {"importance_sampling_mode": "token_truncate", "loss_type": "rloo"}),
-    ("unknown. Use one of", {"loss_type": "ppo"}),
-    ("unknown", {"importance_sampling_mode": "token"}),
+    (OWNER + "unknown. Use one of", {"loss_type": "ppo"}),
+    (OWNER + "unknown", {"importance_sampling_mode": "token"}),
 ]
 checked, lost = (partial(f, loss_type="dapo") for f in (check_loss_settings, some_loss))
 ADVANTAGES = [
@@ -245,7 +246,7 @@ MODULES = [
         for shape in ((3, 1), (4,), (2, 0))
         for rule in ADVANTAGES
     ),
-    bad(group_relative, "='std'.*'group', 'batch', 'none'", torch.zeros(1, 2), "std"),
+    bad(group_relative, r"`group_relative\(scale_rewards='std'", torch.zeros(1, 2), "std"),
 ]
 
 DATA_MODULES = [
@@ -572,11 +573,21 @@ AT_FIT = [
         **BESIDE,
     ),
     during("`Ro.*: an update has 4 .*Use 4 or more", lambda: cb.RolloutWindow(3)),
-    during("that decide when", lambda: [cb.AsyncRollout(), cb.RolloutWindow()], **BESIDE),
+    during("_flight=3, .*use 4 or more", lambda: cb.AsyncRollout(prompts_in_flight=3), **BESIDE),
+    during("_flight=99` is more than `train_data` holds", lambda: cb.RolloutWindow(99)),
+    *(
+        during("that decide when", lambda kind=kind: [kind(), cb.RolloutWindow()], **BESIDE)
+        for kind in (cb.AsyncRollout, cb.SortedBatching, cb.TailBatching)
+    ),
     during(r"`AsyncRollout` with `top_p=0\.9", cb.AsyncRollout, **BESIDE, top_p=0.9),
     during(
         "`DynamicSampling` with a window in which prompts overtake",
         lambda: [cb.RolloutWindow(overtake=1), cb.DynamicSampling()],
+    ),
+    during(
+        r"`DownSampling\(early_stop=True\)` with a window",
+        lambda: [cb.AsyncRollout(), cb.DownSampling(2, early_stop=True)],
+        **BESIDE,
     ),
     *(
         during(

@@ -66,7 +66,7 @@ class Die(RolloutCallback):
         self._count("answers", lambda at: number == at)
 
     def on_round_start(self, trainer, pl_module, plan):
-        self.seen["harvest"] = self.seen["resumed"] = 0
+        self.seen["third"] = self.seen["resumed"] = 0
         self.partial = any(c.token_ids for group in plan for c in group.completions)
 
     def on_completion_end(self, trainer, pl_module, completion):
@@ -75,7 +75,7 @@ class Die(RolloutCallback):
             trainer.datamodule.run.num_rounds,
         )
         self._count("completion", lambda at: drawn + self.seen["completion"] % 16 == at)
-        self._count("harvest", lambda at: number == at and self.seen["harvest"] == 3)
+        self._count("third", lambda at: number == at and self.seen["third"] == 3)
         if self.partial:  # in a round that goes on with what another began
             self._count("resumed", lambda at: number >= at and self.seen["resumed"] == 2)
 
@@ -242,13 +242,11 @@ def main(folder, engine, model, name, place, stops):
         **{f"num_{n}": data.run.counters[f"num_{n}"] for n in ("completions", "tokens")},
         "num_discarded_tokens": data.run.counters["num_discarded_tokens"],
         "dropped": {k: n for k, n in data.run.counters.items() if k.startswith("dropped/")},
-        "pool": state_hash(data.run.pool.state_dict()),
-        "drafts": [*data.run.rounds.drafts.weights],
-        "draft_weights": state_hash(data.run.rounds.drafts.weights),
+        "pool": state_hash(data.run.pool.state_dict()["pool"]),
+        "drafts": [*data.run.drafts.weights],
+        "draft_weights": state_hash(data.run.drafts.weights),
         "recovered": recovered.tokens,
-        "audit": {
-            k: v for k, v in data.run.rounds.runner.audit.state_dict().items() if "seconds" not in k
-        },
+        "audit": {k: v for k, v in data.run.pool._audit.state_dict().items() if "seconds" not in k},
         "validations": history.figures if stops else [],
         "record": [
             [{k: row.get(k) for k in ("round", "step", *CURVES[:-1])} for row in record.rounds],

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bare_rollout import hooks_of
+
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import RoundHooks, RoundRunner
+from lit_rlsched.rollout.pool import Pool
+from lit_rlsched.rollout.result import DraftAudit
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
@@ -25,7 +27,7 @@ SEED = 1
 ADMISSIONS = {
     "fifo": lambda slots: Admission(slots),
     "micro groups": lambda slots: Admission(slots, refill="rounds"),
-    "budget": lambda slots: Admission(slots, budget=CacheBudget(tokens=60, lease=4)),
+    "budget": lambda slots: Admission(slots, budget=CacheBudget(tokens=60, quantum=4)),
 }
 
 
@@ -46,10 +48,10 @@ class Case:
     max_jump: int | None = None
     key: str = "id"
     """What lengths depend on."""
-    salt: int = 0
+    seed_domain: int = 0
     limit: int = 20
     lengths: Callable[[Any], int] | None = None
-    """Instead of lengths that follow from the salt."""
+    """Instead of lengths that follow from the seed_domain."""
     spare: int = 3
     """Prompts of the data, of each domain, beyond those that may wait at once."""
     shuffle: bool = True
@@ -76,7 +78,7 @@ class Case:
         """One in five ends at once; some would be longer than they may."""
         if self.lengths is not None:
             return self.lengths(request)
-        drawn = stable_hash(self.salt, getattr(request, self.key))
+        drawn = stable_hash(self.seed_domain, getattr(request, self.key))
         return 1 if drawn % 5 == 0 else 1 + drawn // 5 % (self.limit + 4)
 
 
@@ -151,7 +153,7 @@ class Drawn:
     """Ids of all groups, replacements included."""
     trained: list[Group]
     left: list[Group]
-    harvest: Any
+    round_result: Any
     trace: Any
     metrics: dict[str, float]
     ended: list[str]
@@ -174,7 +176,7 @@ class Drawn:
     @property
     def result(self):
         """What must not depend on how the round went."""
-        return self.plan, self.planned, self.trained, self.left, sorted(self.harvest.discarded)
+        return self.plan, self.planned, self.trained, self.left, sorted(self.round_result.discarded)
 
     @property
     def steps(self):
@@ -209,10 +211,9 @@ class Run:
         self.prompts = {prompt.uid: prompt for prompt in prompts}
         self.rule.check_enough(len(prompts))
         self.rule.check_domains(prompts)
-        planner = RoundPlanner(RolloutBuffer(), Sampling(case.limit), case.size)
+        self.pool = Pool(Sampling(case.limit), case.size)
         domain_of = self.rule.domain_of if self.rule.has_domains else None
-        planner.connect(DomainSource(prompts, SEED, case.shuffle, domain_of))
-        self.planner, self.pool, self.runner = planner, planner.pool, RoundRunner(planner)
+        self.pool.connect(DomainSource(prompts, SEED, case.shuffle, domain_of))
         self.engines = [
             Engine(case.length, stream=case.stream, max_jump=case.max_jump)
             for _ in range(case.engines)
@@ -231,7 +232,6 @@ class Run:
             self.scores,
             lambda version: self.session.engine.sync_weights([], version) or {},
             lambda: ADMISSIONS[case.admission](case.slots),
-            on_group=lambda group: self.ended.append(group.id),
             seed=SEED,
         )
 
@@ -285,25 +285,35 @@ class Run:
             if seen == stop_at_group:
                 raise Stopped
 
-        hooks = RoundHooks()
-        hooks.planned = lambda groups: plan.extend(group.copy() for group in groups)
-        hooks.verify, hooks.is_replaced, hooks.advanced = self.verify, self.is_useless, advanced
+        def another(group, state):
+            if not self.is_useless(group) or len(state.due) >= 3 * self.rule.update_prompts:
+                return None
+            return self.pool.replacement(group, state.planned, self.rule)
+
         stop = Stop(Selection(2, reward_range=(0.0, 1.0)), [1.0])
-        hooks.stop = stop if case.stops else None
-        hooks.max_num_gen_batches = 3 if case.useless else 1
-        drawn = self.runner.run(self.session, self.rule, self.version, self.version, hooks)
+        hooks = hooks_of(
+            planned=lambda state: plan.extend(group.copy() for group in state.planned),
+            group_ended=lambda group: self.ended.append(group.id),
+            stop=stop if case.stops else None,
+            replaces=bool(case.useless),
+            **{"verify": self.verify, "another": another, "advanced": advanced},
+        )
+        groups, version = self.pool.plan(self.rule), self.version
+        rollout = Rollout(self.session, groups, version, self.rule, hooks, self.pool.seed_domain)
+        rollout.load_weights()
+        rollout.run()
+        result = rollout.result()
         assert self.idle
-        metrics = drawn.metrics | self.runner.commit(drawn)
+        metrics = result.metrics | self.pool.commit(result, self.rule)
         self.version += 1
-        harvest, planned = drawn.harvest, [g.id for g in drawn.planned]
         one = Drawn(
-            self.version - 1,
+            version,
             plan,
-            planned,
-            harvest.trained,
-            harvest.left,
-            harvest,
-            drawn.trace,
+            [g.id for g in result.planned],
+            result.trained,
+            result.left,
+            result,
+            result.trace,
             metrics,
             self.ended,
             self.replaced,
@@ -329,16 +339,16 @@ class Run:
         """A run of another process that goes on from this state."""
         other = Run(self.case)
         other.version, other.kept = self.version, self.kept
-        other.runner.load_state_dict(state, other.prompts.__getitem__)
+        other.pool.load_state_dict(state, other.prompts.__getitem__)
         return other
 
     @property
     def idle(self):
         return (
-            not self.session.controller.worker.busy
+            not self.session.worker.busy
             and not any(engine.stats().running for engine in self.engines)
             and not self.scores.pending
-            and not self.session.controller._live
+            and not self.session._rollout._requests.live
         )
 
 

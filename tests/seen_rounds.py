@@ -1,10 +1,12 @@
 """What tests keep of a run: its rounds, and what a hook saw."""
 
+import copy
 import threading
 
 import torch
 
 from lit_rlsched.callbacks import RolloutCallback
+from lit_rlsched.training.logprobs import completion_logprobs
 
 
 class Rounds(RolloutCallback):
@@ -47,6 +49,33 @@ class Rounds(RolloutCallback):
         ]
 
 
+class Policies(Rounds):
+    """Keeps the policy of each version, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.policies = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.policies.setdefault(trainer.global_step, copy.deepcopy(pl_module.model).eval())
+
+    on_train_start = on_train_batch_end
+
+    @torch.no_grad()
+    def gaps(self, group, completion):
+        """How far the log-prob of each token is from that of the policy of its version."""
+        prompt, spans = group.prompt.token_ids, completion.segments
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        sizes = torch.tensor([len(prompt)]), torch.tensor([len(completion.token_ids)])
+        found = {
+            v: completion_logprobs(self.policies[v], ids, *sizes, temperature=1.0)[0][0]
+            for v, _ in spans
+        }
+        versions = [version for version, tokens in spans for _ in range(tokens)]
+        drawn = enumerate(zip(completion.logprobs, versions, strict=True))
+        return [abs(logp - float(found[version][i])) for i, (logp, version) in drawn]
+
+
 class At(RolloutCallback):
     """Calls a function whenever one of the hooks is called, and keeps what it returns."""
 
@@ -69,6 +98,3 @@ def gradient_norm(trainer, pl_module, *_):
 
 def vector(module):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-weights = vector

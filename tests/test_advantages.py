@@ -53,6 +53,8 @@ def test_group_relative_by_hand() -> None:
 def test_leave_one_out_by_hand() -> None:
     rewards = torch.tensor([[0.0, 3.0, 6.0], [NAN, 1.0, 2.0]])
     assert leave_one_out(rewards).tolist() == [[-4.5, 0.0, 4.5], [0.0, -1.0, 1.0]]
+    normalized = leave_one_out(torch.tensor([[0.0, 2.0]]), normalize=True)
+    assert normalized[0, 1].item() == pytest.approx(2 / (8**0.5 + 1e-4))
 
 
 @every_rule
@@ -193,7 +195,7 @@ def test_standard_deviation_by_hand() -> None:
 @pytest.mark.parametrize("reward", [0.1, 1e15 / 3])
 def test_equal_rewards_are_no_advantage(rule: str, reward: float) -> None:
     advantage = RULES[rule]
-    rewards = torch.tensor([[reward] * 3, [reward, NAN, reward]], dtype=torch.float64)
+    rewards = torch.tensor([[reward] * 4, [reward, NAN, reward, reward]], dtype=torch.float64)
     assert not advantage(rewards).any()
 
 
@@ -211,6 +213,7 @@ def test_an_infinite_reward_is_none(rule: str, infinite: float) -> None:
     torch.testing.assert_close(
         advantage(rewards.nan_to_num(nan=infinite)), advantage(rewards), rtol=0, atol=0
     )
+    assert advantage(torch.tensor([[0.0, 1e15]], dtype=torch.float64)).all()  # large, but finite
 
 
 @every_rule

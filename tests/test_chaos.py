@@ -28,7 +28,7 @@ class Kill(Rounds):
 
     def on_completion_end(self, trainer, pl_module, completion):
         data = trainer.datamodule
-        if self.left and data.run.session.controller.worker.busy:
+        if self.left and data.run.session.worker.busy:
             self.left -= 1
             self.pids.append(data.run.settings.engine.pid)
             os.kill(data.run.settings.engine.pid, signal.SIGKILL)

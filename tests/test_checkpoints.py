@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning import Callback, LightningModule, Trainer, seed_everything
+from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
+from seen_rounds import At
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RNGState
@@ -316,19 +317,11 @@ def test_another_format_is_refused_with_its_version(saved, fit, number):
 # Other settings in the middle of a pool.
 
 
-class Keep(Callback):
-    """Saves after the first step, when the round is not trained on as a whole."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_batch_end(self, trainer, *args):
-        trainer.save_checkpoint(self.path)
-
-
 def test_what_is_drawn_already_fixes_rewards_and_lengths(fit, tmp_path, digits, other):
     path, small = tmp_path / "middle.ckpt", {"steps_per_round": 2, "num_generations": 2}
-    fit(callbacks=[Keep(path)], trainer={"max_steps": 1}, **small)
+    # after the first step, when the round is not trained on as a whole
+    keep = At(lambda trainer, *_: trainer.save_checkpoint(path), "on_train_batch_end")
+    fit(callbacks=[keep], trainer={"max_steps": 1}, **small)
     with pytest.raises(UsageError, match=r"`max_completion_length=24`.*`max_completion_length=16`"):
         fit(ckpt_path=path, max_completion_length=16, **small)
     with pytest.raises(

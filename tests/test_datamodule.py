@@ -45,22 +45,6 @@ def test_one_epoch_is_one_round(fit):
     assert data.run.counters["num_completions"] == 48
 
 
-def test_every_trained_token_is_on_policy(fit):
-    recorder = Rounds()
-    fit(callbacks=[recorder], trainer={"max_epochs": 3})
-    for round in recorder.rounds:
-        for completion in round.completions:
-            assert completion.segments == [(round.version, len(completion.token_ids))]
-
-
-def test_every_prompt_once_before_any_twice(fit):
-    recorder = Rounds()
-    fit(callbacks=[recorder], prompts_per_round=20, num_generations=2, trainer={"max_epochs": 5})
-    uids = [g.prompt.uid for r in recorder.rounds for g in r.groups]
-    assert len(set(uids[:80])) == 80  # the data set, once through
-    assert set(uids[80:]) <= set(uids[:80])
-
-
 @pytest.mark.mostly_slow("setting2")
 @pytest.mark.parametrize("setting", [{"slots": 1}, {"slots": 3, "refill": "rounds"}, {"slots": 7}])
 def test_slots_change_nothing_that_is_learned(fit, setting):

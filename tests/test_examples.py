@@ -24,9 +24,13 @@ from examples.own_callback import PatternShare
 from examples.own_engine import PlainEngine
 from examples.own_predictor import MeanOfSize, PrintCalibration
 from examples.own_task import MakeTen, can_make_ten, makes_ten
+from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import LengthPrediction, MicroGroupSampling
 from lit_rlsched.cli.main import main
+from lit_rlsched.data import Countdown
+from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.environments.chat import ToolChat
+from lit_rlsched.rewards import countdown_reward
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "examples/README.md").read_text()
@@ -68,6 +72,28 @@ def test_the_loop_is_short_and_learns(capsys):
     assert [line.split(":")[0] for line in lines] == [f"round {i}" for i in range(12)]
     rewards = [float(line.rpartition(" ")[2]) for line in lines]
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1
+
+
+def test_the_loop_does_what_fit_does(tmp_path, capsys):
+    sizes = {"prompts": 4, "generations": 4}
+    given = [f"--{name}={size}" for name, size in sizes.items()]
+    policy = grpo_loop.main(["--engine=transformers", "--rounds=3", *given])
+    printed = capsys.readouterr().out.splitlines()
+    module = GRPOModule("examples/countdown/model", learning_rate=3e-4, betas=(0.9, 0.95))
+    data = RolloutDataModule(
+        *(Countdown(size=1000), [countdown_reward]),
+        engine=TransformersEngine(),
+        **{"prompts_per_round": 4, "num_generations": 4, "micro_batch_tokens": 4096},
+        seed=0,
+    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=3, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer.fit(module, datamodule=data)
+    rewards = [row["reward"] for row in data.run.record.rounds]
+    assert printed == [f"round {i}: reward {reward:.3f}" for i, reward in enumerate(rewards)]
+    ours = dict(module.model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(parameter, ours[name], atol=1e-5, rtol=0)
 
 
 def test_a_foreign_module_changes_in_few_lines():

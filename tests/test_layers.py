@@ -65,7 +65,7 @@ session = simulated_session(engine, 16, 201, lambda: Admission(8))
 rule = TailRound(4, 2, 1.5)
 visits = (Visit(Prompt(str(p), "", (1,)), str(p)) for p in count())
 rounds = list(islice(simulated_rounds(session, visits, Sampling(200), 2, lambda n: rule), 6))
-assert [len(drawn.harvest.trained) for drawn in rounds] == [4] * 6
+assert [len(drawn.trained) for drawn in rounds] == [4] * 6
 heavy = {"torch", "transformers", "lightning", "torchmetrics", "vllm", "pyarrow"}
 print(*sorted(heavy & sys.modules.keys()))
 """

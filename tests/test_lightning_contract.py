@@ -34,7 +34,6 @@ TOUCHED = (
     Touch("lightning.pytorch.trainer.trainer", "Trainer._accelerator_connector"),
     Touch("lightning.pytorch.cli", "LightningCLI._instantiate_trainer(config, callbacks)"),
     Touch("lightning.pytorch.cli", "LightningCLI._add_subcommands(parser)"),
-    Touch("lightning.pytorch.cli", "LightningCLI._parser(subcommand)"),
     Touch("lightning.pytorch.cli", "LightningCLI._prepare_subcommand_parser(klass, subcommand)"),
     Touch("lightning.pytorch.trainer.trainer", "Trainer._signal_connector"),
     Touch("lightning.pytorch.trainer.trainer", "Trainer._checkpoint_connector"),

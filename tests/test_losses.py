@@ -149,6 +149,7 @@ def test_by_default_a_sequence_that_the_engine_drew_from_elsewhere_is_masked(
     rollout = logp - log(ratio) / 2
     output = policy_loss(logp, torch.ones(1).double(), torch.ones(1, 2), rollout_logp=rollout)
     assert output.loss.item() == pytest.approx(-weight)
+    assert {"clip_ratio/region_mean", f"{RATIO}/mean"} <= output.metrics.keys()
 
 
 def test_what_a_loss_is_divided_by() -> None:

@@ -1,4 +1,4 @@
-from lit_rlsched.training.rounds import Parts
+from lit_rlsched.training.streaming import Parts
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 

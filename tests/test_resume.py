@@ -22,7 +22,7 @@ PLACES = [
 ]
 KILLED = {
     "partial": "resumed 5",  # while completions that another round began are gone on with
-    "streamed": "harvest 2",  # the same, and some gradients are there
+    "streamed": "third 2",  # the same, and some gradients are there
     "window overtaking": "step 2",  # at the start of the update of a round that went on from them
     "async": "step 6",  # after a round, whose next one is drawn
     "selected": "round_end 2",  # all drawn and selected, nothing trained on

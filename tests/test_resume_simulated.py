@@ -31,17 +31,18 @@ from lit_rlsched.callbacks import (
 from lit_rlsched.data.source import DomainSource
 from lit_rlsched.engines import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.result import DraftAudit
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
-from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run import position, training_run
+from lit_rlsched.run.interrupts import check_interrupt
 from lit_rlsched.run.loaders import Evaluation
+from lit_rlsched.run.saving import run_state
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.run.trainer import FitSettings, fire
+from lit_rlsched.run.trainer import FitSettings
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.length_prediction import PromptHistory
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.training import rounds
 from lit_rlsched.training.draft_verifier import Drafts
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.schedule import RunFacts
@@ -100,8 +101,8 @@ class Coin(Unscored):
 class SomeDrafts(Drafts):
     """Keeps a part of each draft, if it has the weights that drew it."""
 
-    def verify(self, groups, policy, version, **how):
-        audit, (end,) = DraftAudit(), how["eos_token_ids"]
+    def verify(self, groups, policy, version, update, eos_token_ids, seed_domain=""):
+        audit, (end,) = DraftAudit(), eos_token_ids
         for group, completion in ((g, c) for g in groups for c in g.completions if c.draft):
             draft, completion.draft = completion.draft, None
             audit.tokens += len(draft.token_ids)
@@ -119,7 +120,8 @@ class SomeDrafts(Drafts):
 @pytest.fixture(autouse=True, scope="module")
 def verify():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "Drafts", SomeDrafts)
+        for module in (position, run_state, training_run):
+            patch.setattr(module, "Drafts", SomeDrafts)
         yield
 
 
@@ -213,7 +215,7 @@ class Run:
             prompts=SimpleNamespace(train=train, held_out={"val": PROMPTS[:3]}),
         )
         domain_of = schedule.rule.domain_of if schedule.rule.has_domains else None
-        run.rounds.runner.planner.connect(DomainSource(PROMPTS, given.seed, True, domain_of))
+        run.pool.connect(DomainSource(PROMPTS, given.seed, True, domain_of))
         slots = schedule.slots.slots or 100
         order = schedule.slots.resolved_order(True, schedule.rule.ends_early)
         run.session = RolloutSession(
@@ -223,12 +225,9 @@ class Run:
             lambda version: engine.sync_weights([], version) or {},
             lambda: Admission(slots, order=order),
             seed=given.seed,
-            lengths=schedule.lengths,
-            probe_tokens=schedule.probe_tokens,
-            on_completion=partial(fire, trainer, "on_completion_end"),
-            on_group=partial(fire, trainer, "on_group_end"),
-            heed=partial(heed, trainer),
         )
+        run.session.lengths, run.session.probe_tokens = schedule.lengths, schedule.probe_tokens
+        run.session.check_interrupt = partial(check_interrupt, trainer)
         run._started = True
 
     def event(self):
@@ -254,7 +253,7 @@ class Run:
         trainer, module = self.trainer, self.module
         for step in self.run.optimizer_steps():
             module.accumulate(step, first=not step.accumulated)
-            heed(trainer)
+            check_interrupt(trainer)
             drawn = [(s.id, [*s.completion.token_ids], s.completion.scores) for s in step.samples]
             self.taken.append(state_hash([drawn, module.gradients, +self.run.counters]))
             trainer.global_step += 1
@@ -265,14 +264,14 @@ class Run:
             self.validated = not self.run.round_is_over
             if self.validated:  # in the middle of a round
                 self.saved = self.save()
-            heed(trainer)
+            check_interrupt(trainer)
             if trainer.global_step == trainer.max_steps:
                 return
 
     def validate(self):
         for _ in Evaluation(self.run, "val"):
             self.event()
-            heed(self.trainer)
+            check_interrupt(self.trainer)
         self.validated = True
         self.saved = self.save()
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loss_batches import every_loss, extra, gradient, random_batch
 
-from lit_rlsched.rollout.audit import attempt
 from lit_rlsched.rollout.packing import pack, unpack
+from lit_rlsched.rollout.result import attempt
 from lit_rlsched.training.micro_batches import OptimizerStep, StepTotals
 from lit_rlsched.training.round_metrics import completion_metrics, staleness_metrics
 from lit_rlsched.types import ENVIRONMENT, Completion, Event, Group, Prompt, Sample, Sampling

@@ -14,7 +14,7 @@ from lit_rlsched.settings import UsageError
 from lit_rlsched.training import shared_prefix
 from lit_rlsched.training.logprobs import completion_logprobs, completion_mask
 from lit_rlsched.training.losses import policy_loss
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, RowCost, Trained
 from lit_rlsched.types import Completion, Group, Prompt, Sample, Sampling
 
 VOCAB = 128
@@ -159,10 +159,10 @@ def test_some_completions_are_left_out() -> None:
     rows[1].completion.dropped = "nonfinite_logprob"
     rows[6].completion.finish_reason = "length"
     rows[3].completion.advantage = 0.0
-    settings: Any = {"mask_truncated": True, "skip_zero_advantage": True}
+    trained = Trained(mask_truncated=True, skip_zero_advantage=True)
     model = make_model("GPT2")
-    _, loss, grads = update(copy.deepcopy(model), OptimizerStep(rows, 200, **settings))
-    step = OptimizerStep(rows, 200, row_cost=ALWAYS, **settings)
+    _, loss, grads = update(copy.deepcopy(model), OptimizerStep(rows, 200, trained))
+    step = OptimizerStep(rows, 200, trained, row_cost=ALWAYS)
     _, shared_loss, shared_grads = update(model, step)
     torch.testing.assert_close(shared_loss, loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(shared_grads, grads, rtol=0, atol=1e-12)

@@ -32,7 +32,7 @@ from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.environments.chat import Call
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.processes import keep_heap
-from lit_rlsched.rollout.controller import RolloutController
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import ENVIRONMENT, Event, Request, Sample
@@ -71,14 +71,15 @@ def calling(turns: Turns) -> int:
 
 def hold_slots() -> None:
     """Let a completion keep its slot while its tools run."""
-    answered = RolloutController._answered
+    answered = Rollout._answered
 
-    def held(self: RolloutController, turns: Turns) -> list[Sample]:
+    def held(self: Rollout, turns: Turns) -> list[Sample]:
         over = answered(self, turns)
-        self.worker.admission.slots = self.worker.slots - calling(turns)
+        worker = self.session.worker
+        worker.admission.slots = worker.slots - calling(turns)
         return over
 
-    RolloutController._answered = held  # type: ignore[method-assign]
+    Rollout._answered = held  # type: ignore[method-assign]
 
 
 def in_lockstep() -> None:
@@ -86,13 +87,13 @@ def in_lockstep() -> None:
     poll, wait, run = (
         EnvironmentScheduler.poll,
         EnvironmentScheduler.wait,
-        RolloutController._answered,
+        Rollout._answered,
     )
     came: list[Answer] = []
     decodes = [False]
 
-    def answered(self: RolloutController, turns: Turns) -> list[Sample]:
-        decodes[0] = bool(self._live)
+    def answered(self: Rollout, turns: Turns) -> list[Sample]:
+        decodes[0] = bool(self._requests.live)
         return run(self, turns)
 
     def waits(self: EnvironmentScheduler) -> bool:
@@ -111,7 +112,7 @@ def in_lockstep() -> None:
 
     EnvironmentScheduler.poll = poll_all  # type: ignore[method-assign]
     EnvironmentScheduler.wait = wait_for_one  # type: ignore[method-assign]
-    RolloutController._answered = answered  # type: ignore[method-assign]
+    Rollout._answered = answered  # type: ignore[method-assign]
 
 
 class GivenTurns(VLLMEngine):

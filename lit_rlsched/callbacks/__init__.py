@@ -1,5 +1,9 @@
 """Lightning callbacks: each switches a schedule on, or shows what happens.
 
+A callback that schedules sets one field of `Schedule` in `apply`, before the engine starts. Hooks
+come in this order: `on_round_start`, `on_completion_end`, `on_group_end`, `on_round_end`
+(`rollout_callback.py`). Callbacks that show what happens write logs, tables, a bar and a report.
+
 Imports `types`, `settings`, `text`, `scheduling`, `training`, `simulation`, `run`.
 """
 

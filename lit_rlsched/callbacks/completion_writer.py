@@ -64,17 +64,20 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
         self, trainer: Trainer, pl_module: LightningModule, prediction: Any, *_: Any
     ) -> None:
         """Append the rows of a prompt as JSON lines, which may become Parquet at the end."""
-        begun = self.num_completions > 0
+        begun, path = self.num_completions > 0, self.file(trainer)
         self.num_completions += len(prediction)
         if trainer.is_global_zero:
-            with self._unfinished(trainer).open("a" if begun else "w", encoding="ascii") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.tmp")
+            with unfinished.open("a" if begun else "w", encoding="ascii") as file:
                 file.writelines(_line(row) + "\n" for row in prediction)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the file and give it its name."""
         if not self.num_completions or not trainer.is_global_zero:
             return
-        path, unfinished = self.file(trainer), self._unfinished(trainer)
+        path = self.file(trainer)
+        unfinished = path.with_name(f"{path.name}.tmp")
         if path.suffix == ".parquet":
             part = path.with_name(f"{path.name}.part")
             try:
@@ -98,11 +101,6 @@ class CompletionWriter(RemembersInit, BasePredictionWriter):
             unfinished.unlink()
             unfinished = part
         os.replace(unfinished, path)
-
-    def _unfinished(self, trainer: Trainer) -> Path:
-        path = self.file(trainer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.with_name(f"{path.name}.tmp")
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -80,23 +80,19 @@ class DownSampling(RolloutCallback):
                 f"`DownSampling({reward_range=}, {min_length_ratio=})` without `early_stop=True`: "
                 "they have no effect. Set it, or leave them out."
             )
-        self.keep = keep
-        self.rule: Rule = rule
+        self.keep, self.rule = keep, rule
         self.advantage_scope, self.drop_uninformative = advantage_scope, drop_uninformative
-        self.early_stop = early_stop
-        self.reward_range = (float(reward_range[0]), float(reward_range[1]))
-        self.min_length_ratio = min_length_ratio
+        self.early_stop, self.min_length_ratio = early_stop, min_length_ratio
+        self.reward_range = float(low), float(high)
         self._guarded = False
         self._selection: Selection | None = None
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the selection."""
+        full = self.advantage_scope == "full"
+        stops_within = self.reward_range if self.early_stop else None
         self._selection = schedule.selection = Selection(
-            self.keep,
-            self.rule,
-            self.advantage_scope == "full",
-            self.drop_uninformative,
-            self.reward_range if self.early_stop else None,
+            self.keep, self.rule, full, self.drop_uninformative, stops_within
         )
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:

@@ -111,10 +111,8 @@ class RolloutLogger(RolloutCallback):
         report_every_n_rounds: int = 20,
         save_trace: bool = True,
     ) -> None:
-        self.num_completions = num_completions
-        self.every_n_rounds = every_n_rounds
-        self.report_every_n_rounds = report_every_n_rounds
-        self.save_trace = save_trace
+        self.num_completions, self.every_n_rounds = num_completions, every_n_rounds
+        self.report_every_n_rounds, self.save_trace = report_every_n_rounds, save_trace
         self._begun = False
         self._rows: list[dict[str, Any]] = []  # the newest, which loggers do not have yet
         self._traces: TraceWriter | None = None
@@ -125,15 +123,15 @@ class RolloutLogger(RolloutCallback):
         """Lock the folder; refuse one in use, and another data module than ours."""
         if stage == "fit":
             run_of(trainer, self)
-            if _writes(trainer):
+            if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._occupied = folder_of(trainer)
                 occupy(self._occupied)
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Write the round's rows, trace and report."""
-        if not _writes(trainer):
+        if (folder := self._occupied) is None:  # another rank writes, or nobody
             return
-        run, folder = run_of(trainer, self), folder_of(trainer)
+        run = run_of(trainer, self)
         first, self._begun = not self._begun, True
         if first:  # what is there of this round and later is of another or an earlier run
             folder.mkdir(parents=True, exist_ok=True)
@@ -222,8 +220,8 @@ class RolloutLogger(RolloutCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Unlock the folder: Lightning skips `teardown` after an exception."""
-        self.teardown(trainer, pl_module, "fit")
+        """Do the same: Lightning skips `teardown` after an exception."""
+        self.teardown(trainer, pl_module, "")
 
     def summary(self, trainer: Trainer) -> str:
         """Return the run in one line."""
@@ -243,7 +241,3 @@ def _to_wandb(trainer: Trainer, name: str, make: Callable[[Any], Any]) -> None:
         import wandb
 
         logger.log_metrics({name: make(wandb)}, step=trainer.global_step)
-
-
-def _writes(trainer: Trainer) -> bool:
-    return trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -65,8 +65,7 @@ class RolloutWindow(RolloutCallback):
                 f"{size} or more."
             )
         fewer, prompts = prompts is None, prompts or ROUNDS * size
-        overtakes = math.floor(self.overtake * size)
-        schedule.rule = WindowRound(size, prompts, overtakes, fewer=fewer)
+        schedule.rule = WindowRound(size, prompts, math.floor(self.overtake * size), fewer=fewer)
         schedule.compares_logprobs["`RolloutWindow`"] = "drafts are verified by"
 
 

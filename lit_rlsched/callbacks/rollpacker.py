@@ -7,13 +7,12 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback, run_of
-from lit_rlsched.run.checks import check_parallelism
 from lit_rlsched.run.trainer import log_now
 from lit_rlsched.scheduling.rollpacker import (
     AdaptiveTimeout,
     RoundKind,
     TensorParallelPlanner,
-    check_bounds,
+    check_power_of_two,
 )
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
@@ -68,19 +67,14 @@ class TailBatching(RolloutCallback):
             raise UsageError(
                 f"`TailBatching({per_domain=})`: shares must add up to 1, but add up to {total:g}."
             )
-        self.prompt_ratio = prompt_ratio
-        self.completion_ratio = completion_ratio
+        self.prompt_ratio, self.completion_ratio = prompt_ratio, completion_ratio
         self.per_domain = per_domain
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the rule."""
-        schedule.rule = TailRound(
-            facts.settings.prompts_per_round,
-            facts.settings.num_generations,
-            self.prompt_ratio,
-            self.completion_ratio or 1.0,
-            shares=self.per_domain,
-        )
+        sizes = facts.settings.prompts_per_round, facts.settings.num_generations
+        ratios = self.prompt_ratio, self.completion_ratio or 1.0
+        schedule.rule = TailRound(*sizes, *ratios, shares=self.per_domain)
 
 
 class ParallelismPlanner(RolloutCallback):
@@ -116,7 +110,14 @@ class ParallelismPlanner(RolloutCallback):
     sets = "how many devices the model is split over"
 
     def __init__(self, maximum: int | None = None, minimum: int = 1) -> None:
-        check_bounds(minimum, maximum)
+        check_power_of_two(f"ParallelismPlanner({minimum=})", minimum)
+        if maximum is not None:
+            check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
+            if minimum > maximum:
+                raise UsageError(
+                    f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
+                    "`maximum`. Swap them, or leave `minimum` out."
+                )
         self.maximum, self.minimum = maximum, minimum
         self.planner: TensorParallelPlanner | None = None
         self._restarts, self._restart_seconds = 0, 0.0
@@ -134,10 +135,30 @@ class ParallelismPlanner(RolloutCallback):
         """Check the sizes and create the planner, now that engine and model are known."""
         session = run_of(trainer, self).session
         assert session is not None
-        most = self._engine.max_tensor_parallel_size(session.spec)
+        name, engines = self._engine.name, len(self._engine.engines)
+        each = f" for each of {engines} engines" if engines > 1 else ""
+        fewer = ", use a smaller `num_engines`" if engines > 1 else ""
+        most, size = self._engine.max_tensor_parallel_size(session.spec), self._first_size
         maximum = most if self.maximum is None else self.maximum
-        check_parallelism(self._engine, self._first_size, most, self.minimum, maximum)
-        planner = TensorParallelPlanner(self._first_size, maximum, self.minimum)
+        if most == 1:
+            raise UsageError(
+                f"`ParallelismPlanner` has nothing to choose{each}: `{name}` can split this model "
+                f"over one device of this node at most. Remove the callback{fewer}, or use "
+                "`VLLMEngine` on a node with more GPUs (on CPU: cores)."
+            )
+        if maximum > most:
+            raise UsageError(
+                f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
+                f"heads allow {most}{each}. Use {most}, or leave it out."
+            )
+        if not self.minimum <= size <= maximum:
+            raise UsageError(
+                f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and "
+                f"it chooses from {self.minimum} to {maximum}. Change the one or the other."
+            )
+        check_power_of_two(f"{name}(tensor_parallel_size={size})", size)
+        check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
+        planner = TensorParallelPlanner(size, maximum, self.minimum)
         if (known := self.state_dict()["planner"]) is not None:
             planner.load_state_dict(known)
         self.planner, self._resumed = planner, None
@@ -174,7 +195,7 @@ class ParallelismPlanner(RolloutCallback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the engine its own size back: Lightning skips `teardown` after an exception."""
+        """Do the same: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,15 +43,11 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
     """Read by Lightning for `ckpt_path="best"`: no checkpoint is best."""
 
     def __init__(self, dirpath: str | None = None, max_share: float = 0.02, keep: int = 2) -> None:
-        self.dirpath = dirpath
-        self.max_share = max_share
-        self.keep = keep
+        self.dirpath, self.max_share, self.keep = dirpath, max_share, keep
         self.last_path: Path | None = None
         """Newest file that this run has saved."""
         self._clock = time.monotonic
-        self._began = 0.0
-        self._spent = 0.0
-        self._last = 0.0
+        self._began = self._spent = self._last = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the clock; refuse another data module than `RolloutDataModule`."""
@@ -109,12 +105,10 @@ class RoundCheckpoint(RemembersInit, Checkpoint):
 
     def _prune(self, newest: Path) -> None:
         """Delete all but the newest `keep` checkpoints; first those of rounds to be drawn anew."""
-
-        def age(path: Path) -> tuple[bool, list[int]]:
-            numbers, last = ([*map(int, re.findall(r"\d+", p.name))] for p in (path, newest))
-            return numbers <= last, numbers
-
-        others = sorted(newest.parent.glob("round_*.ckpt"), key=age)[:-1]
+        found = {*newest.parent.glob("round_*.ckpt")}
+        numbers = {p: [*map(int, re.findall(r"\d+", p.name))] for p in (*found, newest)}
+        last = numbers[newest]
+        others = sorted(found, key=lambda path: (numbers[path] <= last, numbers[path]))[:-1]
         for path in others[: len(others) - (self.keep - 1)]:
             path.unlink(missing_ok=True)
 

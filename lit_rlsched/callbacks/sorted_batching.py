@@ -70,7 +70,7 @@ class SortedBatching(RolloutCallback):
         """Set the rule, and what becomes of stale tokens."""
         whole = facts.learner.needs_group or "DownSampling" in facts.callbacks
         unit: Unit = "group" if whole else "completion"
-        prompts = facts.settings.prompts_per_round
+        prompts, generations = facts.settings.prompts_per_round, facts.settings.num_generations
         pool, update = self.pool_rounds * prompts, self.update_prompts or prompts
         if update > pool:
             raise UsageError(
@@ -79,13 +79,7 @@ class SortedBatching(RolloutCallback):
                 f"prompts. Use {pool} or less, or more `pool_rounds`."
             )
         schedule.rule = SortedRound(
-            update,
-            pool,
-            facts.settings.num_generations,
-            unit,
-            self.mode,
-            self.max_staleness,
-            self.oversubscribe,
+            update, pool, generations, unit, self.mode, self.max_staleness, self.oversubscribe
         )
         schedule.mask_stale_tokens = self.mask_stale_tokens
         if self.mode == "partial":

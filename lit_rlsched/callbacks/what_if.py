@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from statistics import median
@@ -124,9 +124,8 @@ def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
 
 def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
     """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
-    every = options(facts.settings.num_generations)
     for number in range(most + 1):
-        for chosen in combinations(every, number):
+        for chosen in combinations(options(facts.settings.num_generations), number):
             if (found := candidate(chosen, facts)) is not None:
                 yield found
 
@@ -196,8 +195,7 @@ def setting_of(traces: Traces, rounds: int) -> Setting | None:
     if not traces.table("steps").num_rows or "slots" not in about:
         return None
     machine, newest = Machine(about["slots"], about["engines"]), traces.newest(rounds)
-    work = Workload.of_run(newest).shuffled(0)
-    return Setting(about, work, calibrated(newest), machine, rounds)
+    return Setting(about, Workload.of_run(newest).shuffled(0), calibrated(newest), machine, rounds)
 
 
 def about_of(traces: Traces) -> dict[str, Any]:
@@ -213,8 +211,9 @@ def about_of(traces: Traces) -> dict[str, Any]:
 
 def beside(facts: RunFacts) -> RunFacts:
     """Return facts of the run without its schedule, with an engine beside the update."""
-    engine: Any = replace(EngineFacts.of(facts.settings.engine), decodes_by_itself=True)
-    settings = replace(facts.settings, engine=engine)
+    engine = facts.settings.engine
+    able: Any = EngineFacts(engine.name, engine.logprobs, decodes_by_itself=True)
+    settings = replace(facts.settings, engine=able)
     return replace(facts, settings=settings, callbacks=facts.callbacks - ALTERNATIVES)
 
 
@@ -225,7 +224,7 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
     """
     plain = {"memory_budget": None, "refill": "continuous", "order": None}
 
-    def compared(callbacks: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    def compared(callbacks: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         found = []
         for of in callbacks:
             name, arguments = of["class_path"], dict(of["init_args"])
@@ -235,12 +234,9 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
                 found.append((name, arguments))
         return sorted(found, key=str)
 
-    last = traces.rows("rounds")[-1]
-    own = compared([json.loads(each) for each in last.get("switches") or ()])
-    for row in rows:
-        if row.of is not None and compared([*map(described, row.of.callbacks())]) == own:
-            return row
-    return None
+    own = compared(map(json.loads, traces.rows("rounds")[-1].get("switches") or ()))
+    same = (row for row in rows if row.of and compared(map(described, row.of.callbacks())) == own)
+    return next(same, None)
 
 
 def missing(about: Mapping[str, Any]) -> list[str]:

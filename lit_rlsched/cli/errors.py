@@ -45,7 +45,7 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        raise Refusal(plain(message, parser), command_of(parser)) from ex
+        raise Refusal(plain(message, parser), parser.prog.replace(" [options]", "")) from ex
 
 
 class DebugOption(argparse.Action):
@@ -62,18 +62,9 @@ class DebugOption(argparse.Action):
 class OnlyInFiles(argparse.Action):
     """Accept a setting in a configuration file and ignore it; on the command line it is unknown."""
 
-    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
-        hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        super().__init__(option_strings, dest, **(kwargs | hidden))
-
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         """Refuse it as any unknown option."""
         parser.error(f"unrecognized arguments: {option}")
-
-
-def command_of(parser: argparse.ArgumentParser) -> str:
-    """Return the command that a parser belongs to, such as `lit-rlsched fit`."""
-    return parser.prog.replace(" [options]", "")
 
 
 @contextmanager
@@ -89,18 +80,6 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
             traceback.print_exception(refusal.__cause__ or refusal)
         refusal.show("" if debug else ", `--debug` shows the traceback")
         raise
-
-
-@contextmanager
-def of_arguments() -> Iterator[None]:
-    """Turn errors of constructors, Lightning's and jsonargparse's included, into a `UsageError`."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (ValueError, TypeError, RuntimeError, ImportError) as error:
-        cause = error.__cause__  # where jsonargparse has tried other types too
-        raise UsageError(str(cause if isinstance(cause, UsageError) else error)) from error
 
 
 @contextmanager
@@ -161,13 +140,8 @@ def plain(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 _TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "a string",
-    "list": "a list",
-    "dict": "a mapping",
-    "NoneType": "null",
+    **{"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"},
+    **{"list": "a list", "dict": "a mapping", "NoneType": "null"},
 }
 
 

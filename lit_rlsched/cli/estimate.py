@@ -187,12 +187,9 @@ class PlannedRun:
             engine.kv_capacity = capacity
             self.slots = len(engine.engines) * startup.admission(self.spec).slots
         self.engine = replace(held, stays=True, asleep=0) if self.schedule.ahead else held
-
-    @property
-    def most_prompts(self) -> int:
+        rule, batches = self.schedule.rule, self.schedule.max_num_gen_batches
+        self.most_prompts = max(rule.most_prompts(), batches * rule.update_prompts)
         """Prompts of the largest round."""
-        rule = self.schedule.rule
-        return max(rule.most_prompts(), self.schedule.max_num_gen_batches * rule.update_prompts)
 
     def micro_batch(self) -> MicroBatch:
         """Return as many full-length completions of short prompts as fit into a micro-batch."""
@@ -218,7 +215,17 @@ class PlannedRun:
 
     def items(self) -> list[Item]:
         """Return all that takes memory."""
-        items = [*self._of_the_model(), *self._of_the_passes(), *self._of_the_engine()]
+        held, stays = self.engine, int(self.engine.stays)
+        place: Place = "engine" if held.apart else "trainer"
+        handed = held.handed_over
+        items = [
+            *self._of_the_model(),
+            *self._of_the_passes(),
+            Item("engine weights", held.weights, stays * held.weights, held.how_weights, place),
+            Item("key-value cache", held.cache, stays * held.cache, held.how_cache, place),
+            Item("weights handed over", handed, handed, "to the engine's process", "main memory"),
+            Item("sleeping weights", 0, held.asleep, "of vLLM, in the update", "main memory"),
+        ]
         for item in items:
             item.place = "trainer" if self.device == "cpu" else item.place
         return [item for item in items if item.rollout or item.update]
@@ -270,15 +277,6 @@ class PlannedRun:
         how = "measured: log-probs and gradients of activations"
         yield Item("passes at their peak", (live.peak - kept) * streams, live.peak - kept, how)
 
-    def _of_the_engine(self) -> Iterator[Item]:
-        held, stays = self.engine, int(self.engine.stays)
-        place: Place = "engine" if held.apart else "trainer"
-        yield Item("engine weights", held.weights, stays * held.weights, held.how_weights, place)
-        yield Item("key-value cache", held.cache, stays * held.cache, held.how_cache, place)
-        handed = held.handed_over
-        yield Item("weights handed over", handed, handed, "to the engine's process", "main memory")
-        yield Item("sleeping weights", 0, held.asleep, "of vLLM, in the update", "main memory")
-
 
 def report(run: PlannedRun) -> str:
     """Return a table for each memory, and whether it fits, or what helps if it does not."""
@@ -309,14 +307,10 @@ def _fit(rows: Sequence[Item], memory: int, subject: str) -> list[str]:
     if left >= 0:
         return [f"{subject} fits: the {phase} needs the most and leaves {format_bytes(left)}."]
     sizes = {row.name: getattr(row, phase) for row in rows if row.name in ADVICE}
-    return [
-        f"{subject} does not fit: the {phase} needs {format_bytes(-left)} more than there is. What "
-        "helps:",
-        *(
-            f"  {name} ({format_bytes(size)}): {ADVICE[name]}"
-            for name, size in sorted(sizes.items(), key=lambda of: -of[1])
-        ),
-    ]
+    more = f"{subject} does not fit: the {phase} needs {format_bytes(-left)} more than there is."
+    largest_first = sorted(sizes.items(), key=lambda of: -of[1])
+    helps = [f"  {name} ({format_bytes(size)}): {ADVICE[name]}" for name, size in largest_first]
+    return [f"{more} What helps:", *helps]
 
 
 def total(items: Sequence[Item]) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,9 +35,6 @@ _OF_RANKS = "LIT_RLSCHED_FOLDER"
 
 class SaveConfig(SaveConfigCallback):
     """Write the configuration to `config.yaml` in the run's folder, as the user gave it."""
-
-    def __init__(self, parser: Any, config: Any, **kwargs: Any) -> None:
-        super().__init__(parser, config, save_to_log_dir=False, **kwargs)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the file; a resumed run replaces it, another command in its folder does not."""
@@ -76,7 +72,10 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
         return None
     leads = not getattr(rank_zero_only, "rank", 0)  # of torchrun, SLURM or Lightning
     if leads:
-        root = Path("runs") / _name(config)
+        files = [Path(str(f)).absolute() for f in config.get("config") or [] if f is not None]
+        # `config.yaml` of a run stands for its run
+        names = [f.parent.parent.name if (f.parent / LOCK).exists() else f.stem for f in files]
+        root = Path("runs") / ("+".join(names) or "run")
         folder = _fit(config, root) if subcommand == "fit" else _evaluate(config, root, subcommand)
         atexit.register(remove_unused, folder)
         os.environ[_OF_RANKS] = json.dumps([str(folder), config.ckpt_path])
@@ -84,8 +83,14 @@ def choose_folder(config: Namespace, subcommand: str) -> Path | None:
         folder = _follow(config)
     config.trainer.default_root_dir = str(folder)
     config.trainer.logger = _loggers(config.trainer.logger, str(folder), subcommand)
-    if leads and subcommand == "fit":
-        _continue_wandb_runs(config, folder)
+    loggers = config.trainer.logger or []
+    wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
+    # each without an `id` continues the run of the checkpoint; in a sweep the agent names the run
+    # of each process, even if all begin with one checkpoint
+    if leads and wandb and config.ckpt_path and "WANDB_RUN_ID" not in os.environ:
+        for options, run_id in zip(wandb, saved_ids(config.ckpt_path), strict=False):
+            if options.get("id") is None and options.get("version") is None:
+                options["id"] = run_id
     return folder
 
 
@@ -101,7 +106,7 @@ def _follow(config: Namespace) -> Path:
             "see which folder the first of them chooses. Name one for each run."
         )
     if config.ckpt_path == "last" or _is_put_back():
-        _go_on(Path(given), config)
+        _take_newest(Path(given), config)
     return Path(given)
 
 
@@ -113,20 +118,16 @@ def keep_together(callbacks: list[Callback], folder: Path) -> None:
             callback.dirpath = os.path.realpath(folder / "checkpoints")
 
 
-def _continue_wandb_runs(config: Namespace, folder: Path) -> None:
-    """Let each W&B logger without an `id` continue the run of the checkpoint."""
-    loggers = config.trainer.logger or []
-    wandb = [one.init_args for one in loggers if one.class_path.endswith("WandbLogger")]
-    # in a sweep the agent names the run of each process, even if all begin with one checkpoint
-    if wandb and config.ckpt_path and "WANDB_RUN_ID" not in os.environ:
-        for options, run_id in zip(wandb, saved_ids(config.ckpt_path), strict=False):
-            if options.get("id") is None and options.get("version") is None:
-                options["id"] = run_id
-
-
 def _fit(config: Namespace, root: Path) -> Path:
     given, path = config.trainer.default_root_dir, config.ckpt_path
-    if (own := _folder_of_job(root, given)) is not None:
+    own: Path | None = None  # in which this job ran before SLURM put it back
+    if _is_put_back():
+        folders = [Path(given)] if given is not None else root.glob("version_*")
+        uses = {folder: last_use(folder) for folder in folders}
+        job = os.environ.get("SLURM_JOB_ID")
+        ours = [folder for folder, use in uses.items() if job and use.get("slurm_job") == job]
+        own = max(ours, key=lambda folder: str(uses[folder].get("since")), default=None)
+    if own is not None:
         folder = own
     elif given is not None:
         folder = Path(given)
@@ -136,7 +137,7 @@ def _fit(config: Namespace, root: Path) -> Path:
         folder = (path and folder_with(Path(path))) or new_folder(root)
     occupy(folder)
     if path == "last" or own is not None:
-        _go_on(folder, config)
+        _take_newest(folder, config)
         return folder  # without a checkpoint, the run starts again in the same folder
     if path is None and holds_run(folder):
         raise UsageError(
@@ -151,8 +152,7 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     given = config.trainer.default_root_dir
     if config.ckpt_path == "last":
         trained = Path(given) if given is not None else newest_folder(root)
-        config.ckpt_path = trained and _last(trained, config, resumes=False)
-        if config.ckpt_path is None:
+        if trained is None or not _take_newest(trained, config, resumes=False):
             raise UsageError(
                 f"`ckpt_path=last`: there is no checkpoint in `{trained or root}`. Name one with "
                 "`--ckpt_path FILE`."
@@ -160,51 +160,26 @@ def _evaluate(config: Namespace, root: Path, subcommand: str) -> Path:
     return Path(given) if given is not None else new_folder(root, subcommand)
 
 
-def _go_on(folder: Path, config: Namespace) -> None:
+def _take_newest(folder: Path, config: Namespace, resumes: bool = True) -> bool:
     """Take the folder's newest checkpoint; without one, that with which a job began, if any."""
-    began = None if config.ckpt_path == "last" else config.ckpt_path
-    config.ckpt_path = _last(folder, config) or began
-
-
-def _last(folder: Path, config: Namespace, resumes: bool = True) -> str | None:
-    path = newest_checkpoint(folder, *_checkpoint_folders(config))
+    callbacks = config.trainer.callbacks or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    others = [callback.get("init_args", {}).get("dirpath") for callback in callbacks]
+    path = newest_checkpoint(folder, *map(Path, filter(None, others)))
     if path is not None:
         what = "The run resumes in" if resumes else "Checkpoint of"
         rank_zero_info(f"{what} `{folder}`: `{path.name}`.")
-        return str(path)
-    if resumes:
+        config.ckpt_path = str(path)
+    elif resumes:
         rank_zero_info(f"There is no checkpoint in `{folder}`: the run starts from scratch.")
-    return None
-
-
-def _checkpoint_folders(config: Namespace) -> Iterator[Path]:
-    callbacks = config.trainer.callbacks or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        if dirpath := callback.get("init_args", {}).get("dirpath"):
-            yield Path(dirpath)
+    if config.ckpt_path == "last":
+        config.ckpt_path = None
+    return path is not None
 
 
 def _is_put_back() -> bool:
     """Whether SLURM starts this job again: its time was over, or a node has failed."""
     return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
-
-
-def _folder_of_job(root: Path, given: str | None) -> Path | None:
-    """Return the folder in which this job ran before SLURM put it back."""
-    if not _is_put_back():
-        return None
-    folders = [Path(given)] if given is not None else root.glob("version_*")
-    uses = {folder: last_use(folder) for folder in folders}
-    job = os.environ.get("SLURM_JOB_ID")
-    ours = [folder for folder, use in uses.items() if job and use.get("slurm_job") == job]
-    return max(ours, key=lambda folder: str(uses[folder].get("since")), default=None)
-
-
-def _name(config: Namespace) -> str:
-    """Join the names of the configuration files; `config.yaml` of a run stands for its run."""
-    files = [Path(str(file)).absolute() for file in config.get("config") or [] if file is not None]
-    names = [f.parent.parent.name if (f.parent / LOCK).exists() else f.stem for f in files]
-    return "+".join(names) or "run"
 
 
 def _loggers(logger: Any, folder: str, subcommand: str) -> Any:
@@ -220,7 +195,5 @@ def _loggers(logger: Any, folder: str, subcommand: str) -> Any:
             options["save_dir"] = folder
     if any(str(one.get("class_path")).endswith("CSVLogger") for one in given):
         return given
-    options = Namespace(
-        save_dir=folder, name="metrics", version=None, prefix="", flush_logs_every_n_steps=100
-    )
+    options = Namespace(save_dir=folder, name="metrics")
     return [Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=options), *given]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ if not sys.stderr.isatty():  # bars of downloads and of weights that are read wo
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import torch
-from jsonargparse import Namespace
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -31,15 +31,7 @@ from lit_rlsched.callbacks import (
     RoundCheckpoint,
 )
 from lit_rlsched.callbacks.what_if import about_of
-from lit_rlsched.cli.errors import (
-    DebugOption,
-    OnlyInFiles,
-    Parser,
-    command_of,
-    of_arguments,
-    plain_warnings,
-    refusals,
-)
+from lit_rlsched.cli.errors import DebugOption, OnlyInFiles, Parser, plain_warnings, refusals
 from lit_rlsched.cli.estimate import PlannedRun, device_memory, report
 from lit_rlsched.cli.folder import SaveConfig, choose_folder, keep_together
 from lit_rlsched.cli.simulate import facts_of, simulate
@@ -124,8 +116,7 @@ class RolloutTrainer(Trainer):
                 "their memory cannot be estimated. Use `GRPOModule` or `RLOOModule`."
             )
         device = device or "cpu"
-        available = device_memory(device, memory)
-        print(report(PlannedRun(self, model, datamodule, device, available)))
+        print(report(PlannedRun(self, model, datamodule, device, device_memory(device, memory))))
 
 
 class RolloutCLI(LightningCLI):
@@ -136,17 +127,9 @@ class RolloutCLI(LightningCLI):
         super().__init__(LightningModule, RolloutDataModule, trainer_class=RolloutTrainer, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--debug` and set defaults of the Trainer, which a configuration file overrides."""
+        """Add `--debug`."""
         parser.add_argument(
             "--debug", action=DebugOption, help="Print the traceback of an error in the settings."
-        )
-        parser.set_defaults(
-            {
-                "trainer.devices": 1,
-                "trainer.num_sanity_val_steps": -1,  # measures the baseline before training
-                "trainer.log_every_n_steps": 1,
-                "trainer.enable_model_summary": False,
-            }
         )
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
@@ -168,7 +151,7 @@ class RolloutCLI(LightningCLI):
             action.help = HELP.get(action.dest, action.help)
         taken = {action.dest for action in parser._actions}
         for name in sorted(OF_A_COMMAND - taken):
-            parser.add_argument(f"--{name}", action=OnlyInFiles)
+            parser.add_argument(f"--{name}", action=OnlyInFiles, help=SUPPRESS, default=SUPPRESS)
         return parser
 
     @staticmethod
@@ -182,28 +165,30 @@ class RolloutCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Tell errors which subcommand runs, and choose the folder of the run."""
         subcommand = str(self.subcommand)
-        self._run.command = command_of(self._parser(subcommand))
+        self._run.command = f"lit-rlsched {subcommand}"
         config = self.config[subcommand]
         self._given, self._folder = config.clone(), None
-        if subcommand == "estimate":
-            self._estimate_on_cpu(config)
-        else:
+        if subcommand != "estimate":
             self._folder = choose_folder(config, subcommand)
-
-    def instantiate_classes(self) -> None:
-        """Make the objects of the configuration; an error is about their arguments."""
-        with of_arguments():
-            super().instantiate_classes()
-
-    def _estimate_on_cpu(self, config: Namespace) -> None:
-        """Use a Trainer on the CPU, so that a machine without the run's GPU can estimate it."""
+            return
         trainer = config.trainer
         gpu = trainer.accelerator in ("gpu", "cuda")
         gpu |= trainer.accelerator == "auto" and torch.cuda.is_available()
         config.device = config.device or ("cuda" if gpu else "cpu")
         if isinstance(trainer.devices, list):  # indices of GPUs
             trainer.devices = len(trainer.devices)
+        # so that a machine without the run's GPU can estimate it
         trainer.accelerator, trainer.logger = "cpu", False
+
+    def instantiate_classes(self) -> None:
+        """Make the objects of the configuration; an error is about their arguments."""
+        try:
+            super().instantiate_classes()
+        except UsageError:
+            raise
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            cause = error.__cause__  # where jsonargparse has tried other types too
+            raise UsageError(str(cause if isinstance(cause, UsageError) else error)) from error
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         given = config["callbacks"] or []
@@ -212,13 +197,13 @@ class RolloutCLI(LightningCLI):
         def lacks(kind: type[Callback]) -> bool:
             return not any(isinstance(callback, kind) for callback in given)
 
+        self._talks = config.get("enable_progress_bar") is not False
         if lacks(RNGState):
             callbacks.append(RNGState())
-        if config.get("enable_progress_bar") is not False and lacks(ProgressBar):
+        if self._talks and lacks(ProgressBar):
             callbacks.append(RolloutProgressBar())
         if self.subcommand == "predict" and lacks(CompletionWriter):
             callbacks.append(CompletionWriter())
-        self._talks = config.get("enable_progress_bar") is not False
         if self.subcommand == "fit" and self._talks:
             callbacks.append(RunSummary())
         saves = self.subcommand == "fit" and config["enable_checkpointing"] is not False
@@ -364,9 +349,16 @@ def main(args: ArgsType = None) -> None:
             run,
             parser_class=Parser,
             parser_kwargs={"prog": "lit-rlsched"},  # also as `python -m lit_rlsched`
+            trainer_defaults={  # a configuration file overrides them
+                "devices": 1,
+                "num_sanity_val_steps": -1,  # measures the baseline before training
+                "log_every_n_steps": 1,
+                "enable_model_summary": False,
+            },
             subclass_mode_model=True,
             seed_everything_default=0,
             save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
             auto_configure_optimizers=False,
             args=args,
         )

@@ -17,7 +17,7 @@ import yaml
 from lit_rlsched import __version__
 from lit_rlsched.cli import help as cli_help
 from lit_rlsched.cli.help import Node, class_args, class_names, settings_of
-from lit_rlsched.settings import did_you_mean, suggestion
+from lit_rlsched.settings import counterpart, did_you_mean
 from lit_rlsched.text import hide_keys
 
 FLAGS = ("--debug", "--print_config", "--adapter")
@@ -67,7 +67,12 @@ def answer(args: list[str]) -> None:
         near = did_you_mean(args[0], commands)
         _refuse(f"There is no command `{args[0]}`: use {names}.{near}")
     command, rest = args[0], args[1:]
-    if (topic := _help(rest)) is not None:
+    for index, token in enumerate(rest):
+        option, _, topic = token.partition("=")
+        if option not in ("-h", "--help"):
+            continue
+        following = rest[index + 1 : index + 2]
+        topic = topic or next((t for t in following if not t.startswith("-")), "")
         try:
             _exit(cli_help.of_command(schema(), command, topic))
         except KeyError as unknown:
@@ -90,16 +95,6 @@ def _refuse(message: str, command: str = "") -> NoReturn:
     refusal = Refusal(message, f"lit-rlsched {command}".strip())
     refusal.show()
     raise refusal
-
-
-def _help(args: list[str]) -> str | None:
-    """Return the topic that help is asked about, empty for the command itself."""
-    for index, token in enumerate(args):
-        option, _, topic = token.partition("=")
-        if option in ("-h", "--help"):
-            following = args[index + 1 : index + 2]
-            return topic or next((t for t in following if not t.startswith("-")), "")
-    return None
 
 
 class Unclear(Exception):
@@ -291,12 +286,10 @@ def bad_value(key: str, given: Any, choices: list[str], names: list[str]) -> str
 
 def _meant(key: str, known: Iterable[str], dashes: str = "") -> str:
     """Return what was probably meant; `key` may end with a name of TRL's."""
-
-    def written(setting: str) -> str:
-        return f"`{dashes if setting[0].islower() else ''}{setting}`"
-
-    shown = [dashes + name for name in known]
-    return suggestion(key.rpartition(".")[2], [], written) or did_you_mean(dashes + key, shown)
+    said = counterpart(
+        key.rpartition(".")[2], lambda name: f"`{dashes if name[0].islower() else ''}{name}`"
+    )
+    return said or did_you_mean(dashes + key, [dashes + name for name in known])
 
 
 def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:

@@ -37,11 +37,12 @@ from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
 from lit_rlsched.training.schedule import RunFacts
 
-SIZES = (
-    *("slots", "engines", "ranks"),
-    *("prompts_per_round", "num_generations", "max_completion_length"),
-)
-"""What `simulate` takes from a run, unless it is given."""
+DEFAULTS: dict[str, Any] = {
+    **{"engine": "VLLMEngine", "slots": 256, "engines": 1, "ranks": 1},
+    **{"prompts_per_round": 32, "num_generations": 8, "max_completion_length": 4096},
+    **{"steps_per_round": 1, "num_iterations": 1},
+}
+"""What is neither given nor known from a run."""
 
 
 def simulate(
@@ -95,22 +96,19 @@ def simulate(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
             "`--lengths lognormal:median=400,sigma=1`."
         )
-    given = {name: sizes[name] for name in SIZES if sizes[name] is not None}
+    given = {n: v for n, v in sizes.items() if n in DEFAULTS and v is not None}
     traces = None if trace is None else Traces(trace)
     if traces is not None:
         traces.check()
-    before: dict[str, Any] = {"slots": 256, **DEFAULTS, **(about_of(traces) if traces else {})}
+    before = {**DEFAULTS, **(about_of(traces) if traces else {})}
     about = before | given
     newest = None if traces is None else traces.newest(rounds)
     costs = Costs() if newest is None else calibrated(newest)
     more = about["ranks"] / before["ranks"]
-    setting = Setting(
-        about,
-        _workload(lengths, newest, about, rounds + WARM_UP, seed),
-        replace(costs, position=costs.position / more, verify=costs.verify / more),
-        Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted),
-        rounds,
-    )
+    costs = replace(costs, position=costs.position / more, verify=costs.verify / more)
+    machine = Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted)
+    work = _workload(lengths, newest, about, rounds + WARM_UP, seed)
+    setting = Setting(about, work, costs, machine, rounds)
     names = [*filter(None, map(str.strip, constraints.split(",")))]
     wanted = _constraints(names, about.get("kv_bytes_per_token"))
     facts = facts_of(about)
@@ -146,18 +144,6 @@ def simulate(
     )
 
 
-DEFAULTS = {
-    "engine": "VLLMEngine",
-    "engines": 1,
-    "ranks": 1,
-    "prompts_per_round": 32,
-    "num_generations": 8,
-    "steps_per_round": 1,
-    "num_iterations": 1,
-    "max_completion_length": 4096,
-}
-
-
 def _configuration(best: Candidate, about: Mapping[str, Any], own: bool) -> str:
     """Return the configuration of a schedule: what the run does not have already."""
     if own:
@@ -165,10 +151,8 @@ def _configuration(best: Candidate, about: Mapping[str, Any], own: bool) -> str:
     callbacks = about.get("callbacks", ())
     slots, chosen = MicroGroupSampling.__name__, {of.__name__ for of, _ in best.options}
     theirs = [n for n in callbacks if n in ALTERNATIVES and (n != slots or slots in chosen)]
-    text = best.overlay(
-        None if about.get("own_process") else about["engine"],
-        None if slots in callbacks else about["slots"],
-    )
+    engine = None if about.get("own_process") else about["engine"]
+    text = best.overlay(engine, None if slots in callbacks else about["slots"])
     if not theirs:
         return text
     return f"# in place of the run's {', '.join(theirs)}: remove that from its callbacks\n{text}"
@@ -227,22 +211,19 @@ def facts_of(about: Mapping[str, Any]) -> RunFacts:
     Without facts there it is a run of `GRPOModule` whose engine has its own process.
     """
     about = {**DEFAULTS, **about}
-    sizes = (
-        *("prompts_per_round", "num_generations", "steps_per_round", "num_iterations"),
-        "max_completion_length",
-    )
+    settings = DEFAULTS.keys() - {"engine", "slots", "engines", "ranks"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         data = RolloutDataModule(
             [{"prompt": "?"}],
             lambda **_: [0.0],
             engine=ProcessEngine(TransformersEngine()),
-            **{name: about[name] for name in sizes},
+            **{name: about[name] for name in settings},
         )
         if FACTS in about:
             return facts_from(about[FACTS], data.run.settings)
-        advantage = {n: about[n] for n in ("advantage",) if about.get(n) is not None}
-        module: Any = GRPOModule(str(about.get("model")), **advantage)
+        advantage: Any = about.get("advantage") or "group"
+        module: Any = GRPOModule(str(about.get("model")), advantage=advantage)
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
 
 

@@ -21,8 +21,7 @@ from lit_rlsched.training.policy import find_policy
 class RunSummary(Callback):
     """Prints what a run will do, once its settings were checked and its engine has started."""
 
-    def __init__(self) -> None:
-        self._printed = False
+    _printed = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary, before the untrained model is validated if it is."""
@@ -38,10 +37,23 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
     run: TrainingRun = trainer.datamodule.run  # type: ignore[attr-defined]
     settings = run.settings
     dry = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-    head = "fast_dev_run" if dry else name_of(Path(trainer.default_root_dir))
+    folder, writes = Path(trainer.default_root_dir), ["config.yaml"]
+    head = "fast_dev_run" if dry else name_of(folder)
+    given, prompts = settings.data["train"], run.startup.prompts
+    name = given if isinstance(given, str | Path) else type(given).__name__
+    name = "rows" if isinstance(given, list) else name
+    held_out = len(prompts.held_out.get("val", ()))
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(c, RoundCheckpoint | ModelCheckpoint) for c in callbacks):
+        writes.append("checkpoints")
+    if any(isinstance(c, RolloutLogger) for c in callbacks):
+        writes.append("completions and report")
+    if trainer.loggers:
+        writes.append(f"metrics by {' and '.join(type(one).__name__ for one in trainer.loggers)}")
     rows = {
         "model": _model(module, str(trainer.precision)),
-        "data": _data(run),
+        "data": f"{name}, {len(prompts.train):,} prompts to train on, "
+        f"{f'{held_out:,}' if held_out else 'none'} held out",
         "round": f"{counted(settings.prompts_per_round, 'prompt')} x "
         f"{counted(settings.num_generations, 'completion')} of at most "
         f"{settings.sampling.max_completion_length:,} tokens, then "
@@ -49,7 +61,7 @@ def summary(trainer: Trainer, module: LightningModule) -> str:
         "run": _run(trainer, run),
         "engine": _engine(run),
         "schedule": _schedule(trainer),
-        "output": "nothing is written" if dry else _output(trainer),
+        "output": "nothing is written" if dry else f"{folder}: {', '.join(writes)}",
     }
     wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent = wrapper.subsequent_indent = 12 * " "
@@ -63,27 +75,16 @@ def _model(module: LightningModule, precision: str) -> str:
     settings = module.hparams
     total = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    size = f"{_count(total)} parameters"
+    size, learnt = (
+        f"{three_digits(n / 1e9)} B" if n >= 1e9 else f"{three_digits(n / 1e6)} M"
+        for n in (total, trained)
+    )
+    size += " parameters"
     if settings.get("lora_rank"):
-        size += f", of which LoRA adapters of rank {settings['lora_rank']} train {_count(trained)}"
+        size += f", of which LoRA adapters of rank {settings['lora_rank']} train {learnt}"
     name = base_model(find_policy(module)).name_or_path
     loss = f" with loss_type {settings['loss_type']}" if isinstance(module, PolicyModule) else ""
     return f"{name}, {size}, precision {precision}; {type(module).__name__}{loss}"
-
-
-def _count(number: int) -> str:
-    size, unit = (number / 1e9, "B") if number >= 1e9 else (number / 1e6, "M")
-    return f"{three_digits(size)} {unit}"
-
-
-def _data(run: TrainingRun) -> str:
-    prompts = run.startup.prompts
-    held_out = len(prompts.held_out.get("val", ()))
-    given = run.settings.data["train"]
-    name = given if isinstance(given, str | Path) else type(given).__name__
-    name = "rows" if isinstance(given, list) else name
-    text = f"{name}, {len(prompts.train):,} prompts to train on"
-    return f"{text}, {held_out:,} held out" if held_out else f"{text}, none held out"
 
 
 def _run(trainer: Trainer, run: TrainingRun) -> str:
@@ -128,28 +129,15 @@ def _schedule(trainer: Trainer) -> str:
     return "\n".join(said) or "every completion is decoded to its end, then the round is trained on"
 
 
-def _output(trainer: Trainer) -> str:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    what = ["config.yaml"]
-    if any(isinstance(c, RoundCheckpoint | ModelCheckpoint) for c in callbacks):
-        what.append("checkpoints")
-    if any(isinstance(c, RolloutLogger) for c in callbacks):
-        what.append("completions and report")
-    if trainer.loggers:
-        what.append(f"metrics by {' and '.join(type(one).__name__ for one in trainer.loggers)}")
-    return f"{trainer.default_root_dir}: {', '.join(what)}"
-
-
 def next_commands(trainer: Trainer) -> list[str]:
     """Return commands that go on with a run that has ended; none if nothing was saved."""
     if (saved := _saved(trainer)) is None:
         return []
-    run = f"{_config(trainer)} {saved}"
-    commands = []
+    run, commands = " ".join(saved), list[str]()
     if isinstance(trainer.lightning_module, PolicyModule):
         commands = [
             f"lit-rlsched predict {run} --data.predict_data prompts.jsonl",
-            f"lit-rlsched export {saved} --out my-model",
+            f"lit-rlsched export {saved[1]} --out my-model",
         ]
     if trainer.datamodule.run.settings.data["val"] is not None:  # type: ignore[attr-defined]
         commands.insert(0, f"lit-rlsched validate {run}")
@@ -162,15 +150,11 @@ def next_commands(trainer: Trainer) -> list[str]:
 def resume_command(trainer: Trainer) -> str | None:
     """Return the command that resumes a run that was stopped, if it was saved."""
     saved = _saved(trainer)
-    return saved and f"lit-rlsched fit {_config(trainer)} {saved}"
+    return saved and f"lit-rlsched fit {' '.join(saved)}"
 
 
-def _config(trainer: Trainer) -> str:
-    return f"-c {shlex.quote(str(Path(trainer.default_root_dir) / 'config.yaml'))}"
-
-
-def _saved(trainer: Trainer) -> str | None:
-    """Return the option that names the newest checkpoint of the run."""
+def _saved(trainer: Trainer) -> tuple[str, str] | None:
+    """Return the options that name the configuration and the newest checkpoint of the run."""
     paths = [
         Path(path)
         for callback in trainer.checkpoint_callbacks
@@ -181,4 +165,5 @@ def _saved(trainer: Trainer) -> str | None:
     if not paths:
         return None
     newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
-    return f"--ckpt_path {shlex.quote(str(newest))}"
+    config = Path(trainer.default_root_dir) / "config.yaml"
+    return f"-c {shlex.quote(str(config))}", f"--ckpt_path {shlex.quote(str(newest))}"

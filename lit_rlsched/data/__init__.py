@@ -1,5 +1,10 @@
 """Turns rows of data sets and tasks into tokenised prompts, and draws them in order.
 
+Rows come from files, data sets of the hub, lists or tasks (`rows.py`), and get a uid each. Prompts
+are tokenised once, at the start (`prompts.py`, `tokenizing.py`). A source draws them in an order
+that seed and epoch decide (`source.py`), and a prompt becomes a group of completions
+(`repetition.py`).
+
 Imports `types`, `_lazy`, `settings`, `text`.
 """
 

@@ -6,7 +6,7 @@
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -36,11 +36,6 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return row.get("prompt", NO_PROMPT)
 
 
-def columns_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the columns of a normalized row, without `prompt` if that is `NO_PROMPT`."""
-    return tuple(name for name in row if name != "prompt" or row[name] != NO_PROMPT)
-
-
 def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row whose messages have no None and a string as `content`."""
     prompt = row.get("prompt")
@@ -51,26 +46,17 @@ def normalized(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": [_message(*numbered) for numbered in enumerate(prompt)]}
 
 
-def check_prompt(columns: Collection[Any], at: str) -> None:
-    """Refuse a row without a prompt."""
-    if "prompt" not in columns:
-        raise UsageError(
-            f"{at} has no column `prompt`, or an empty one; its columns are "
-            f"{sorted(map(str, columns))}. Rename the one that holds the prompt."
-        )
-
-
-def check_row(row: Any, number: int, at: Callable[[int], str]) -> dict[str, Any]:
-    """Return a row with its messages normalized."""
+def check_row(row: Any, at: str) -> dict[str, Any]:
+    """Return a row, which is at this place of a data set, with its messages normalized."""
     text = row.get("prompt") if type(row) is dict else None
     plain = type(text) is str and text and text.isascii() and not text.isspace()
     if plain and _MEDIA.isdisjoint(row):
         return row  # most rows: the checks below take four times as long
     if not isinstance(row, Mapping):
-        raise UsageError(f"{at(number)} is a {type(row).__name__}. It must be a dict of columns.")
+        raise UsageError(f"{at} is a {type(row).__name__}. It must be a dict of columns.")
     if media := [name for name in sorted(_MEDIA & row.keys()) if not _is_empty(row[name])]:
         raise UsageError(
-            f"{at(number)} has `{media[0]}`, and training is on text alone: the model would answer "
+            f"{at} has `{media[0]}`, and training is on text alone: the model would answer "
             "without it. Leave such rows out. If the prompt does not need it, remove the column, "
             "or rename it if a reward function does."
         )
@@ -79,24 +65,23 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> dict[str, Any]
     chat = isinstance(prompt, Sequence) and all(isinstance(one, Mapping) for one in prompt)
     if not isinstance(prompt, str) and not chat:
         raise UsageError(
-            f"{at(number)} has a `prompt` that is neither a string nor chat messages, a "
-            f"list of dicts with `role` and `content`: {str(prompt)[:80]!r}."
+            f"{at} has a `prompt` that is neither a string nor chat messages, a list of dicts with "
+            f"`role` and `content`: {str(prompt)[:80]!r}."
         )
     try:
         row = normalized(row)
     except ValueError as error:
-        raise UsageError(f"{at(number)} {error}") from None
+        raise UsageError(f"{at} {error}") from None
     text = prompt.strip() and prompt if isinstance(prompt, str) else None
     contents = [m["content"] for m in row["prompt"]] if text is None else [text]
     if not any(contents) and prompt != NO_PROMPT:
-        raise UsageError(f"{at(number)} has an empty `prompt`. Drop or fill the row.")
+        raise UsageError(f"{at} has an empty `prompt`. Drop or fill the row.")
     for content in contents:
         # no tokenizer takes half of a surrogate pair, such as JSON's "\ud83d"
         if not content.isascii() and (found := _SURROGATE.search(content)) is not None:
             raise UsageError(
-                f"{at(number)} has half of a surrogate pair in its `prompt` "
-                f"({found[0]!a} at character {found.start()}), which is not a character. Repair "
-                "or drop the row."
+                f"{at} has half of a surrogate pair in its `prompt` ({found[0]!a} at character "
+                f"{found.start()}), which is not a character. Repair or drop the row."
             )
     return row
 
@@ -104,10 +89,8 @@ def check_row(row: Any, number: int, at: Callable[[int], str]) -> dict[str, Any]
 def _is_empty(value: Any) -> bool:
     """Whether a column of images and the like holds none."""
     if isinstance(value, Mapping):  # `datasets` stores an image as bytes and path
-        return all(map(_is_empty, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
-    return value is None or value == ""
+        value = [*value.values()]
+    return all(map(_is_empty, value)) if isinstance(value, list | tuple) else value in (None, "")
 
 
 def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,28 +194,20 @@ class ControlTokens:
     def of_reply(self, text: str, source: str) -> int:
         """Return how many are in what a tool or `reset` has returned."""
         # what begins a task, as a row does, may tell the model to use tags such as `<think>`
-        return self._count(
-            self._special if source == RESET else self._any,
-            text,
-            source,
-            f"{source} returned text with",
-            "`tools/control_tokens`. Take them out there if the text comes from strangers",
-        )
+        pattern = self._special if source == RESET else self._any
+        end = "`tools/control_tokens`. Take them out there if the text comes from strangers"
+        return self._count(pattern, text, source, f"{source} returned text with", end)
 
     def of_prompts(self, prompts: Iterable[Prompt]) -> dict[str, float]:
         """Return `rollout/control_tokens`: how many are in messages of rows, if any."""
-        found = sum(
-            self._count(
-                self._special,
-                str(message.get("content", "")),
-                "rows",
-                f"The row `{prompt.uid}` has a message with",
-                "`rollout/control_tokens`. Take them out of the data if they are not meant",
-            )
-            for prompt in prompts
-            if not isinstance(prompt.text, str)  # which may be a rendered chat
-            for message in prompt.text
-        )
+        found, end = 0, "`rollout/control_tokens`. Take them out of the data if they are not meant"
+        for prompt in prompts:
+            if isinstance(prompt.text, str):  # which may be a rendered chat
+                continue
+            who = f"The row `{prompt.uid}` has a message with"
+            for message in prompt.text:
+                text = str(message.get("content", ""))
+                found += self._count(self._special, text, "rows", who, end)
         return {"rollout/control_tokens": float(found)} if found else {}
 
     def _count(self, pattern: "re.Pattern[str]", text: str, source: str, who: str, end: str) -> int:

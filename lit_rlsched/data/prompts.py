@@ -3,7 +3,6 @@
 import warnings
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
@@ -13,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lit_rlsched.data.messages import prompt_of
-from lit_rlsched.data.rows import Row, RowTable, load_rows, other_columns
-from lit_rlsched.data.tokenizing import PromptTokenizer, RowTools, tokenized
+from lit_rlsched.data.rows import Row, RowTable, load_rows
+from lit_rlsched.data.tokenizing import PromptTokenizer, tokenized
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt
 
@@ -28,6 +27,7 @@ class Prompts(Sequence[Prompt]):
         self._rows = rows
         self.numbers = numbers
         """Numbers of their rows, in ascending order."""
+        self.uids = [rows.uids[number] for number in numbers]
         self.token_ids = token_ids
         """Those of each prompt."""
         self.lengths: NDArray[np.int64] = np.array([*map(len, token_ids)])
@@ -47,18 +47,13 @@ class Prompts(Sequence[Prompt]):
             yield self._prompt(at, next(row for i, row in rows if i == number))
 
     def _prompt(self, at: int, row: Row) -> Prompt:
-        token_ids = tuple(self.token_ids[at])
-        return Prompt(self.uids[at], prompt_of(row), token_ids, other_columns(row))
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "uid")}
+        return Prompt(self.uids[at], prompt_of(row), tuple(self.token_ids[at]), columns)
 
     def subset(self, positions: Sequence[int]) -> "Prompts":
         """Return the prompts at these positions."""
         numbers = [self.numbers[at] for at in positions]
         return Prompts(self._rows, numbers, [self.token_ids[at] for at in positions])
-
-    @cached_property
-    def uids(self) -> list[str]:
-        """Uids of the prompts, in order."""
-        return [self._rows.uids[number] for number in self.numbers]
 
     @cached_property
     def of_uid(self) -> Callable[[str], Prompt]:
@@ -67,20 +62,23 @@ class Prompts(Sequence[Prompt]):
         return lambda uid: self[index[uid]]
 
 
-@dataclass(frozen=True, slots=True)
 class PromptSets:
     """All prompts of a run, each tokenised once."""
 
-    train: Any
-    """`Prompts`, or an empty list if nothing is trained."""
-    held_out: dict[str, Prompts]
-    """Prompts by stage: `val`, `test`, `predict`."""
+    def __init__(self, sets: dict[str, Prompts]) -> None:
+        self.train: Any = sets.pop("train", [])
+        """`Prompts`, or an empty list if nothing is trained."""
+        self.held_out = sets
+        """Prompts by stage: `val`, `test`, `predict`."""
+        self.longest = max(int(prompts.lengths.max()) for prompts in self.read.values())
+        """Number of tokens of the longest prompt."""
+        self.shortest = min(int(prompts.lengths.min()) for prompts in self.read.values())
+        """Number of tokens of the shortest prompt."""
 
     @property
     def read(self) -> dict[str, Prompts]:
         """All sets, by stage."""
-        train = {"train": self.train} if isinstance(self.train, Prompts) else {}
-        return train | self.held_out
+        return ({"train": self.train} if self.train else {}) | self.held_out
 
     def __len__(self) -> int:
         return sum(map(len, self.read.values()))
@@ -89,16 +87,6 @@ class PromptSets:
         """The first prompts, those of `train` before others."""
         return [*islice(chain(*self.read.values()), number)]
 
-    @property
-    def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
-        return max(int(prompts.lengths.max()) for prompts in self.read.values())
-
-    @property
-    def shortest(self) -> int:
-        """Number of tokens of the shortest prompt."""
-        return min(int(prompts.lengths.min()) for prompts in self.read.values())
-
 
 def tokenize(
     rows: Mapping[str, RowTable],
@@ -106,40 +94,33 @@ def tokenize(
     *,
     context: int,
     max_completion_length: int,
-    chat_template_kwargs: dict[str, Any] | None,
-    embeddings: int | None = None,
-    environments: RowTools | None = None,
+    environments: Any = None,
+    **settings: Any,
 ) -> PromptSets:
-    """Tokenise the rows of each stage."""
+    """Tokenise the rows of each stage; for `settings` see `make_prompts`."""
     if max_completion_length >= context:
         raise UsageError(
             f"`max_completion_length={max_completion_length}` leaves no room for a prompt in the "
             f"model's context of {context} tokens. Use a smaller one."
         )
+    room = context - max_completion_length
+    settings |= {"max_prompt_length": room, "environments": environments}
     sets = {}
     for name, data in rows.items():
         try:
-            sets[name] = make_prompts(
-                data,
-                tokenizer,
-                chat_template_kwargs=chat_template_kwargs,
-                max_prompt_length=context - max_completion_length,
-                embeddings=embeddings,
-                environments=environments,
-            )
+            sets[name] = make_prompts(data, tokenizer, **settings)
         except ValueError as error:
             raise UsageError(f"`{name}_data`: {error}") from error
-    train = sets.pop("train", None)
-    shared = _shared(train, sets["val"], environments) if train and "val" in sets else []
-    if shared:
+    both = {"train", "val"} <= sets.keys()
+    if shared := _shared(sets["train"], sets["val"], environments) if both else []:
         rank_zero_warn(
             f"{len(shared)} prompts of `val_data` are in `train_data` too, the first is "
             f"{str(shared[0].text)[:80]!r}: the validation figures are not held out."
         )
-    return PromptSets([] if train is None else train, sets)
+    return PromptSets(sets)
 
 
-def _shared(train: Prompts, val: Prompts, environments: RowTools | None) -> list[Prompt]:
+def _shared(train: Prompts, val: Prompts, environments: Any) -> list[Prompt]:
     """Return the prompts of `val` that are in `train` too."""
     if environments is None:
         known = {*map(bytes, train.token_ids)}
@@ -160,7 +141,7 @@ def make_prompts(
     max_prompt_length: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     embeddings: int | None = None,
-    environments: RowTools | None = None,
+    environments: Any = None,
 ) -> Prompts:
     """Tokenise each prompt once; see `PromptTokenizer`.
 
@@ -197,7 +178,22 @@ def make_prompts(
         )
     token_ids = [*tokenized(table, PromptTokenizer(tokenizer, chat_template_kwargs, environments))]
     prompts = Prompts(table, numbers, [token_ids[number] for number in numbers])
-    _check_lengths(prompts, max_prompt_length)
+    lengths = prompts.lengths
+    if (empty := np.flatnonzero(lengths == 0)).size:
+        prompt = prompts[int(empty[0])]
+        raise UsageError(
+            f"The prompt of row {numbers[empty[0]]} (uid {prompt.uid}) has no tokens: "
+            f"{str(prompt.text)[:80]!r}. Drop or fill the row."
+        )
+    if (long := np.flatnonzero(lengths > max_prompt_length)).size:
+        raise UsageError(
+            f"The prompt of row {numbers[long[0]]} (uid {prompts.uids[long[0]]}) has "
+            f"{lengths[long[0]]} tokens, but the model's context less "
+            f"`max_completion_length` is {max_prompt_length}. "
+            f"{len(long)} of {len(prompts)} prompts exceed it, the longest with {lengths.max()}. "
+            "Prompts are never cut: filter or shorten them, or make room (a smaller "
+            "`max_completion_length`, a model with a longer context)."
+        )
     if embeddings is not None:
         for at, ids in enumerate(prompts.token_ids):
             if (token := max(ids)) >= embeddings:
@@ -209,23 +205,3 @@ def make_prompts(
                     "resized for this one (`resize_token_embeddings`)."
                 )
     return prompts
-
-
-def _check_lengths(prompts: Prompts, max_prompt_length: int) -> None:
-    numbers, lengths = prompts.numbers, prompts.lengths
-    if (empty := np.flatnonzero(lengths == 0)).size:
-        prompt = prompts[int(empty[0])]
-        raise UsageError(
-            f"The prompt of row {numbers[empty[0]]} (uid {prompt.uid}) has no tokens: "
-            f"{str(prompt.text)[:80]!r}. Drop or fill the row."
-        )
-    if (long := np.flatnonzero(lengths > max_prompt_length)).size:
-        prompt = prompts[int(long[0])]
-        raise UsageError(
-            f"The prompt of row {numbers[long[0]]} (uid {prompt.uid}) has "
-            f"{len(prompt.token_ids)} tokens, but the model's context less "
-            f"`max_completion_length` is {max_prompt_length}. "
-            f"{len(long)} of {len(prompts)} prompts exceed it, the longest with {lengths.max()}. "
-            "Prompts are never cut: filter or shorten them, or make room (a smaller "
-            "`max_completion_length`, a model with a longer context)."
-        )

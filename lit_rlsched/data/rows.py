@@ -4,20 +4,13 @@ import glob
 import json
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from lit_rlsched.data.messages import (
-    check_prompt,
-    check_row,
-    columns_of,
-    normalized,
-    prompt_of,
-)
+from lit_rlsched.data.messages import NO_PROMPT, check_row, normalized, prompt_of
 from lit_rlsched.data.tasks import HubDataset, PromptTask
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import stable_hash
@@ -38,8 +31,6 @@ _OTHER_FORMATS = {
 }
 MOST_STREAMED = 1_000_000
 """Rows of a `datasets.IterableDataset`, which may have no end."""
-At = Callable[[int], str]
-"""Says where the row with a number is."""
 
 
 class RowTable:
@@ -52,16 +43,19 @@ class RowTable:
         self.column_sets: dict[tuple[str, ...], int] = {}
         """Sets of columns that rows have, with the number of the first such row."""
         self._given = set[int]()
-        self._kinds = Counter({"chat messages": 0, "text": 0})
-        self._first: dict[str, int] = {}  # row of each kind
+        kinds, first = Counter({"chat messages": 0, "text": 0}), dict[str, int]()
         for number, row in enumerate(checked):
             self.uids.append(row_uid(row, number))
-            self.column_sets.setdefault(tuple(map(str, columns_of(row))), number)
+            columns = (str(n) for n in row if n != "prompt" or row[n] != NO_PROMPT)
+            self.column_sets.setdefault(tuple(columns), number)
             kind = "text" if type(prompt_of(row)) is str else "chat messages"
-            self._kinds[kind] += 1
-            self._first.setdefault(kind, number)
+            kinds[kind] += 1
+            first.setdefault(kind, number)
             if row.get("uid") is not None:
                 self._given.add(number)
+        rarer, odd = min(kinds.items(), key=lambda of: of[1])
+        self.odd_prompts = (rarer, odd, first[rarer]) if odd else None
+        """If some prompts are text and others chats: the rarer kind, its number, its first row."""
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -72,12 +66,6 @@ class RowTable:
     def __iter__(self) -> Iterator[Row]:
         rows = self._rows if isinstance(self._rows, list) else _in_batches(self._rows)
         return map(normalized, rows)
-
-    @property
-    def odd_prompts(self) -> tuple[str, int, int] | None:
-        """If some prompts are text and others chats: the rarer kind, its number, its first row."""
-        kind, number = min(self._kinds.items(), key=lambda of: of[1])
-        return (kind, number, self._first[kind]) if number else None
 
     def unique(self) -> tuple[list[int], list[int]]:
         """Return the numbers of rows that equal no earlier row, and of those that do."""
@@ -111,13 +99,25 @@ def load_rows(spec: Rows | Any, has_objects: bool = False) -> RowTable:
     in memory. Rows have plain Python values, whatever the data set's format, and normalized
     messages.
     """
-    with naming("rows" if isinstance(spec, list | tuple) else name_of(spec)):
-        table = _load(spec)
+    name = "rows" if isinstance(spec, list | tuple) else name_of(spec)
+    try:
+        with located(f"`{name}`"):
+            table = _load(spec)
+            if not table:
+                raise UsageError(f"The data set `{name}` is empty.")
+    except UsageError as error:
+        if name in str(error):
+            raise
+        raise UsageError(f"`{name}`: {error}") from error
     if has_objects:
         table.tell_apart()
         return table
     for columns, number in table.column_sets.items():
-        check_prompt(columns, _at(name_of(spec), number))
+        if "prompt" not in columns:
+            raise UsageError(
+                f"{_at(name_of(spec), number)} has no column `prompt`, or an empty one; its "
+                f"columns are {sorted(columns)}. Rename the one that holds the prompt."
+            )
     return table
 
 
@@ -132,7 +132,14 @@ def _load(spec: Rows | Any) -> RowTable:
     if isinstance(spec, PromptTask):
         return _of_list(spec.rows(), type(spec).__name__)
     if type(spec).__name__ == "IterableDataset":
-        return _of_stream(spec, type(spec).__name__)
+        stream = islice(spec.with_format(None), MOST_STREAMED + 1)
+        rows = [*each(stream, type(spec).__name__)]
+        if len(rows) > MOST_STREAMED:
+            raise UsageError(
+                f"The stream has more than {MOST_STREAMED:,} rows, and it is read to its end "
+                "before the run begins. Give as many as the run needs: `stream.take(100_000)`."
+            )
+        return _of_list(rows, type(spec).__name__)
     if hasattr(spec, "with_format") and hasattr(spec, "to_list"):
         return _of_dataset(spec, type(spec).__name__)
     raise UsageError(
@@ -152,15 +159,32 @@ def name_of(spec: Rows | Any) -> str:
 def _read(spec: str) -> RowTable:
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _of_dataset(_open_folder(path), spec)
+        import datasets
+
+        if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            raise UsageError(
+                f"`{path}` is a folder, but not one that `datasets.save_to_disk` wrote. "
+                "Give the path of a file in it."
+            )
+        return _of_dataset(_one_split(datasets.load_from_disk(str(path)), str(path)), spec)
     if path.suffix in (".jsonl", ".json", ".parquet"):
         if not path.is_file():
             raise UsageError(f"There is no file `{path}` to read prompts from.")
-        if path.suffix == ".json":
-            return _of_list(_read_json(path), spec)
+        if path.suffix == ".parquet":
+            return _read_parquet(path, spec)
         if path.suffix == ".jsonl":
-            return _in_memory([*_read_lines(path)], str(path))
-        return _of_dataset(_open_parquet(path), spec)
+            rows = [*_read_lines(path)]
+            return RowTable(rows, rows)
+        try:
+            rows = json.loads(decoded(path.read_bytes(), path), object_pairs_hook=_unique)
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
+            ) from None
+        if not isinstance(rows, list):
+            kind = type(rows).__name__
+            raise UsageError(f"`{path}` holds a {kind}. It must hold a list of rows.")
+        return _of_list(rows, spec)
     if path.exists() or path.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
         problem = "has a format that cannot be read" if path.exists() else "does not exist"
         raise UsageError(
@@ -184,42 +208,26 @@ def _in_batches(data: Any) -> Iterator[Row]:
 
 
 def _of_dataset(data: Any, name: str) -> RowTable:
-    at = partial(_at, name)
-    _check_some(len(data), name)
     form = data.format
     if form["type"] == "custom":  # a transform, which may give other values each time
-        return _of_list([*each(data, at)], name)
+        return _of_list([*each(data, name)], name)
     if not form["output_all_columns"] and {*form["columns"]} != {*data.column_names}:
         data = data.select_columns(form["columns"])
     data = data.with_format(None)
     data.data.validate(full=True)  # values outside a damaged file would end the process
-    rows = (check_row(row, i, at) for i, row in enumerate(_in_batches(data)))
-    return RowTable(data, each(rows, at))
-
-
-def _of_stream(stream: Any, name: str) -> RowTable:
-    rows = [*each(islice(stream.with_format(None), MOST_STREAMED + 1), partial(_at, name))]
-    if len(rows) > MOST_STREAMED:
-        raise UsageError(
-            f"The stream has more than {MOST_STREAMED:,} rows, and it is read to its end before "
-            "the run begins. Give as many as the run needs: `stream.take(100_000)`."
-        )
-    return _of_list(rows, name)
+    rows = (check_row(row, _at(name, i)) for i, row in enumerate(_in_batches(data)))
+    return RowTable(data, each(rows, name))
 
 
 def _of_list(rows: Sequence[Any], name: str) -> RowTable:
-    def checked(row: Any, number: int) -> Row:
-        row = check_row(row, number, at)
-        json.dumps(row) if is_json(row) else pickle.dumps(row)  # rewards and checkpoints get it
-        return row
+    def checked() -> Iterator[Row]:
+        for number, given in enumerate(rows):
+            row = check_row(given, _at(name, number))
+            json.dumps(row) if is_json(row) else pickle.dumps(row)  # rewards, checkpoints get it
+            yield row
 
-    at = partial(_at, name)
-    return _in_memory([*each((checked(row, i) for i, row in enumerate(rows)), at)], name)
-
-
-def _in_memory(rows: list[Row], name: str) -> RowTable:
-    _check_some(len(rows), name)
-    return RowTable(rows, rows)
+    table = [*each(checked(), name)]
+    return RowTable(table, table)
 
 
 def is_json(value: Any) -> bool:
@@ -233,21 +241,19 @@ def is_json(value: Any) -> bool:
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
-    def at(number: int) -> str:
-        return f"`{path}`, line {number}"
-
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
             if line := decoded(raw, path, number).strip():
-                with located(partial(at, number)):
+                at = f"`{path}`, line {number}"
+                with located(at):
                     try:
-                        row = check_row(json_of(line), number, at)
+                        row = check_row(json.loads(line, object_pairs_hook=_unique), at)
                     except json.JSONDecodeError as error:
-                        raise UsageError(f"{at(number)} is not JSON: {error}.") from None
+                        raise UsageError(f"{at} is not JSON: {error}.") from None
                 yield row
 
 
-def _open_parquet(path: Path) -> Any:
+def _read_parquet(path: Path, name: str) -> RowTable:
     import pyarrow.parquet
     from datasets import Dataset
 
@@ -257,19 +263,9 @@ def _open_parquet(path: Path) -> Any:
             raise UsageError(
                 f"`{path}` has two columns `{twice[0]}`. Rename or remove one of them."
             )
-        _check_some(file.metadata.num_rows, str(path))
-    return Dataset.from_parquet(glob.escape(str(path)))
-
-
-def _open_folder(path: Path) -> Any:
-    import datasets
-
-    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        raise UsageError(
-            f"`{path}` is a folder, but not one that `datasets.save_to_disk` wrote. "
-            "Give the path of a file in it."
-        )
-    return _one_split(datasets.load_from_disk(str(path)), str(path))
+        if not file.metadata.num_rows:  # `datasets` refuses such a file
+            return RowTable([], [])
+    return _of_dataset(Dataset.from_parquet(glob.escape(str(path))), name)
 
 
 def _one_split(data: Any, name: str) -> Any:
@@ -284,17 +280,12 @@ def _one_split(data: Any, name: str) -> Any:
     return data["train"]
 
 
-def _check_some(number: int, name: str) -> None:
-    if not number:
-        raise UsageError(f"The data set `{name}` is empty.")
-
-
 def _at(name: str, number: int) -> str:
     return f"`{name}`, row {number} (the first is 0)"
 
 
 @contextmanager
-def located(at: Callable[[], str]) -> Iterator[None]:
+def located(at: str) -> Iterator[None]:
     """Let what a library raises in the block say where the data are."""
     try:
         yield
@@ -305,60 +296,30 @@ def located(at: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, RecursionError):
             why = "lists or dicts are nested too deeply"
         raise UsageError(
-            f"{at()} cannot be read ({type(error).__name__}: {why}). Repair it or leave it out; a "
+            f"{at} cannot be read ({type(error).__name__}: {why}). Repair it or leave it out; a "
             "file may have been cut short."
         ) from error
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Let whatever is raised in the block name the data set."""
-    try:
-        with located(lambda: f"`{name}`"):
-            yield
-    except UsageError as error:
-        if name in str(error):
-            raise
-        raise UsageError(f"`{name}`: {error}") from error
-
-
-def each(rows: Iterable[Any], at: At) -> Iterator[Any]:
+def each(rows: Iterable[Any], name: str) -> Iterator[Any]:
     """Yield rows: an error names the row behind those that were yielded."""
-    iterator, number = iter(rows), 0
-    while True:
-        with located(partial(at, number)):
+    iterator = iter(rows)
+    for number in count():
+        with located(_at(name, number)):
             try:
                 row = next(iterator)
             except StopIteration:
                 return
         yield row
-        number += 1
-
-
-def json_of(text: str) -> Any:
-    """Read JSON, and refuse an object that has a key twice, as one of its values would be lost."""
-    return json.loads(text, object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an object of JSON that has a key twice, as one of its values would be lost."""
     if len(found := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"an object has the key `{twice}` twice")
     return found
-
-
-def _read_json(path: Path) -> list[Any]:
-    """Read a file that holds a list of rows."""
-    try:
-        rows = json_of(decoded(path.read_bytes(), path))
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"`{path}` is not JSON: {error}. Name it .jsonl if each line is a row."
-        ) from None
-    if not isinstance(rows, list):
-        raise UsageError(f"`{path}` holds a {type(rows).__name__}. It must hold a list of rows.")
-    return rows
 
 
 def decoded(raw: bytes, path: Path, line: int = 1) -> str:
@@ -374,11 +335,6 @@ def decoded(raw: bytes, path: Path, line: int = 1) -> str:
             f"`{path}`, line {number} is not UTF-8 (byte 0x{raw[error.start]:02x}). If the file is "
             "Latin-1, convert it: `iconv -f LATIN1 -t UTF-8`."
         ) from None
-
-
-def other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that reward functions get, besides prompt and uid."""
-    return {name: value for name, value in row.items() if name not in ("prompt", "uid")}
 
 
 def row_uid(row: Mapping[str, Any], number: int) -> str:

@@ -47,12 +47,9 @@ class PromptSource:
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, multiple: int = 1
     ) -> None:
-        uids = getattr(prompts, "uids", None)
-        self.prompts = list(prompts) if uids is None else prompts
-        if uids is None:
-            uids = [prompt.uid for prompt in prompts]
-        self.seed = seed
-        self.shuffle = shuffle
+        self.prompts = prompts if hasattr(prompts, "uids") else list(prompts)
+        uids = getattr(prompts, "uids", None) or [prompt.uid for prompt in self.prompts]
+        self.seed, self.shuffle = seed, shuffle
         self.epoch = 0
         """Number of the pass that the next prompt comes from."""
         self.offset = 0
@@ -111,14 +108,8 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and a fingerprint of the prompts and their order."""
-        return {
-            "epoch": self.epoch,
-            "offset": self.offset,
-            "deferred": list(self._deferred),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "fingerprint": self._fingerprint,
-        }
+        position = {name: getattr(self, name) for name in ("epoch", "offset", "seed", "shuffle")}
+        return position | {"deferred": [*self._deferred], "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position; one in other prompts, or in another order of them, is refused."""
@@ -160,22 +151,17 @@ class DomainSource:
         self.sources = {
             domain: PromptSource(part, seed, shuffle, multiple) for domain, part in parts.items()
         }
-
-    @property
-    def domains(self) -> Collection[str | None]:
-        """Domains of the prompts."""
-        return self.sources.keys()
+        self.domains = [*self.sources]
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
         """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`."""
-        return self.sources[domain].draw(n, self._of(besides, domain))
+        source = self.sources[domain]
+        return source.draw(n, [uid for uid in besides if uid in source])
 
     def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
         """Number of prompts of a domain besides those with these uids."""
-        return len(self.sources[domain]) - len(self._of(besides, domain))
-
-    def _of(self, uids: Collection[str], domain: str | None) -> list[str]:
-        return [uid for uid in uids if uid in self.sources[domain]]
+        source = self.sources[domain]
+        return len(source) - sum(uid in source for uid in besides)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in each domain."""
@@ -183,7 +169,7 @@ class DomainSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position in each domain."""
-        saved = dict(state["domains"]) if "domains" in state else {None: state}
+        saved = dict(state["domains"])
         if saved.keys() != self.sources.keys():
             raise UsageError(
                 f"The checkpoint was made with prompts of {_names(saved)}, this run draws from "

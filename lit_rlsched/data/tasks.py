@@ -12,6 +12,9 @@ Split = Literal["train", "heldout"]
 HELD_OUT_SHARE = 5
 """One problem in five is held out."""
 
+_Problem = tuple[tuple[Any, ...], str, dict[str, Any]]
+"""What decides its split, its question, and its entry of `reasoning_gym`."""
+
 COUNTDOWN_MIX = {2: 0.2, 3: 0.5, 4: 0.3}
 
 
@@ -59,20 +62,21 @@ class Countdown(PromptTask):
                 f"`numbers={numbers}` must give sizes of 2 or more a share above 0, "
                 f"e.g. {COUNTDOWN_MIX}."
             )
-        self.split = split
-        self.size = size
-        self.seed = seed
+        self.split, self.size, self.seed = split, size, seed
         self.numbers = dict(sorted(numbers.items()))
-        self.max_value = max_value
-        self.max_target = max_target
+        self.max_value, self.max_target = max_value, max_target
 
     def rows(self) -> list[dict[str, Any]]:
         """Make the rows: `prompt`, `uid`, `task`, `question`, `answer`, `metadata`, `size`."""
         rows: list[dict[str, Any]] = []
         shares = dict(self.numbers)
+        part = 1 / HELD_OUT_SHARE if self.split == "heldout" else 1 - 1 / HELD_OUT_SHARE
         for size, share in self.numbers.items():
             quota = round((self.size - len(rows)) * share / sum(shares.values()))
-            rows += self._rows_of(size, quota)
+            # four times the tries that are usually enough
+            problems = self._problems(size, tries=round(4 * (quota + 5) / part))
+            drawn = _distinct("countdown", self.split, quota, problems)
+            rows += [row | {"size": size} for row in drawn]
             del shares[size]
         if len(rows) < self.size:
             raise UsageError(
@@ -81,42 +85,24 @@ class Countdown(PromptTask):
             )
         return sorted(rows, key=lambda row: stable_hash(self.seed, row["uid"]))
 
-    def _rows_of(self, size: int, quota: int) -> list[dict[str, Any]]:
-        """Make `quota` prompts with `size` numbers, or fewer if four times the usual tries fail."""
-        share = 1 / HELD_OUT_SHARE if self.split == "heldout" else 1 - 1 / HELD_OUT_SHARE
-        rows: dict[str, dict[str, Any]] = {}
-        for entry in self._entries(size, tries=round(4 * (quota + 5) / share)):
-            if len(rows) == quota:
-                break
-            problem = (sorted(entry["metadata"]["numbers"]), entry["metadata"]["target"])
-            question = entry["question"].split("\n\n")[0]
-            if _split_of("countdown", *problem) == self.split and question not in rows:
-                rows[question] = _row("countdown", question, entry) | {"size": size}
-        return list(rows.values())
-
-    def _entries(self, size: int, tries: int) -> Iterator[dict[str, Any]]:
+    def _problems(self, size: int, tries: int) -> Iterator[_Problem]:
         from reasoning_gym import create_dataset
 
+        seed = stable_hash("countdown", self.seed, size) % 2**32
+        ranges = {"min_numbers": size, "max_numbers": size, "min_value": 1, "min_target": 1}
+        ranges |= {"max_value": self.max_value, "max_target": self.max_target}
         generator = create_dataset(
-            "countdown",
-            size=tries,
-            seed=stable_hash("countdown", self.seed, size) % 2**32,
-            min_numbers=size,
-            max_numbers=size,
-            min_value=1,
-            max_value=self.max_value,
-            min_target=1,
-            max_target=self.max_target,
-            operators=("+", "-"),
+            "countdown", seed=seed, size=tries, operators=("+", "-"), **ranges
         )
         for index in range(tries):
             try:
                 entry = generator[index]
             except ValueError:  # the generator gives up on a draw that keeps missing the targets
                 continue
-            ranges = entry["metadata"]["difficulty"]
-            entry["metadata"]["difficulty"] = {name: list(ends) for name, ends in ranges.items()}
-            yield entry
+            about = entry["metadata"]
+            about["difficulty"] = {name: list(ends) for name, ends in about["difficulty"].items()}
+            question = entry["question"].split("\n\n")[0]
+            yield (sorted(about["numbers"]), about["target"]), question, entry
 
 
 class ReasoningGym(PromptTask):
@@ -146,12 +132,8 @@ class ReasoningGym(PromptTask):
             raise UsageError(
                 f"`config` sets {sorted(clash)}. Set `size` and `seed` of `ReasoningGym` instead."
             )
-        self.name = name
-        self.split = split
-        self.size = size
-        self.seed = seed
-        self.config = config or {}
-        self.instructions = instructions
+        self.name, self.split, self.size, self.seed = name, split, size, seed
+        self.config, self.instructions = config or {}, instructions
 
     def rows(self) -> list[dict[str, Any]]:
         """Make the rows: `prompt`, `uid`, `task`, `question`, `answer`, `metadata`."""
@@ -159,20 +141,15 @@ class ReasoningGym(PromptTask):
 
         tries = 4 * HELD_OUT_SHARE * self.size
         generator = create_dataset(self.name, size=tries, seed=self.seed, **self.config)
-        rows: dict[str, dict[str, Any]] = {}
-        for index in range(len(generator)):
-            if len(rows) == self.size:
-                break
-            entry = generator[index]
-            question = entry["question"]
-            if _split_of(self.name, question) == self.split and question not in rows:
-                rows[question] = _row(self.name, question, entry, self.instructions)
+        entries = map(generator.__getitem__, range(len(generator)))
+        problems = (((entry["question"],), entry["question"], entry) for entry in entries)
+        rows = _distinct(self.name, self.split, self.size, problems, self.instructions)
         if len(rows) < self.size:
             raise UsageError(
                 f"`ReasoningGym({self.name!r}, split={self.split!r}, size={self.size})`: found "
                 f"only {len(rows)} different questions. Use a smaller `size`, or a wider `config`."
             )
-        return list(rows.values())
+        return rows
 
 
 class HubDataset(PromptTask):
@@ -195,11 +172,8 @@ class HubDataset(PromptTask):
         prompt_column: str = "prompt",
         instructions: str = "",
     ) -> None:
-        self.name = name
-        self.config = config
-        self.split = split
-        self.prompt_column = prompt_column
-        self.instructions = instructions
+        self.name, self.config, self.split = name, config, split
+        self.prompt_column, self.instructions = prompt_column, instructions
 
     def dataset(self) -> Any:
         """Open the data set; the first call downloads it."""
@@ -232,21 +206,26 @@ def _instructed(batch: Any, instructions: str) -> dict[str, Any]:
     return {"prompt": [_user_message(prompt, instructions) for prompt in batch["prompt"]]}
 
 
-def _row(task: str, question: str, entry: Any, instructions: str = "") -> dict[str, Any]:
-    return {
-        "prompt": _user_message(question, instructions),
-        "uid": f"{task}-{stable_hash(question):016x}",
-        "task": task,
-        "question": question,
-        "answer": entry["answer"],
-        "metadata": entry["metadata"],
-    }
+def _distinct(
+    task: str, split: Split, number: int, problems: Iterator[_Problem], instructions: str = ""
+) -> list[dict[str, Any]]:
+    """Make rows of the first problems of a split that have different questions."""
+    rows: dict[str, dict[str, Any]] = {}
+    while len(rows) < number and (found := next(problems, None)) is not None:
+        problem, question, entry = found
+        held_out = stable_hash("split", task, *problem) % HELD_OUT_SHARE == 0
+        if held_out == (split == "heldout") and question not in rows:
+            rows[question] = {
+                "prompt": _user_message(question, instructions),
+                "uid": f"{task}-{stable_hash(question):016x}",
+                "task": task,
+                "question": question,
+                "answer": entry["answer"],
+                "metadata": entry["metadata"],
+            }
+    return list(rows.values())
 
 
 def _user_message(question: str, instructions: str) -> list[dict[str, str]]:
     text = f"{instructions}\n\n{question}" if instructions else question
     return [{"role": "user", "content": text}]
-
-
-def _split_of(*problem: object) -> Split:
-    return "heldout" if stable_hash("split", *problem) % HELD_OUT_SHARE == 0 else "train"

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,25 +20,16 @@ _BATCH = 200
 """Prompts per call of the tokenizer, which needs about 100 bytes a token."""
 
 
-class RowTools(Protocol):
-    """What the completions of a row may call: `environments.protocol.Environments`."""
-
-    def of(self, columns: Mapping[str, Any]) -> Any:
-        """Return an object with `schemas`, a `factory` if it adds to the prompt, and `seeded`."""
-
-
 class PromptTokenizer:
     """Tokenises the prompts of rows, without truncation.
 
     Chat messages go through the chat template. A string gets the tokenizer's leading special
-    tokens, such as BOS, unless it begins with them, and no trailing ones, such as EOS.
+    tokens, such as BOS, unless it begins with them, and no trailing ones, such as EOS. What the
+    completions of a row may call is known from `environments` (`environments.protocol`).
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        settings: Mapping[str, Any] | None,
-        environments: RowTools | None = None,
+        self, tokenizer: Any, settings: Mapping[str, Any] | None, environments: Any = None
     ) -> None:
         self._tokenizer = tokenizer
         self._environments = environments
@@ -59,18 +50,13 @@ class PromptTokenizer:
         for string, ids in zip(strings, self._encoded(strings) if strings else (), strict=True):
             begun = ids[: len(self._first)] == self._first
             of_strings[string] = ids if begun else self._first + ids
-        found = [of_strings[p] if isinstance(p, str) else next(chats) for p in prompts]
-        if self._environments is None:
-            return found
-        factories = [self._environments.of(row).factory for row in rows]
-        pairs = zip(found, factories, strict=True)
-        return [ids if factory is None else ids[:-_TAIL] or ids[:1] for ids, factory in pairs]
+        return [of_strings[p] if isinstance(p, str) else next(chats) for p in prompts]
 
     @cached_property
     def _first(self) -> "array[int]":
         """The special tokens that the tokenizer puts before a text."""
         text = ["a"]
-        (alone,), (whole,) = self._encoded(text), self._encoded(text, add_special_tokens=True)
+        (alone,), (whole,) = self._encoded(text), self._encoded(text, special=True)
         for start in range(len(whole) - len(alone) + 1):
             if alone and whole[start : start + len(alone)] == alone:
                 return whole[:start]
@@ -102,7 +88,8 @@ class PromptTokenizer:
             texts = [text.partition(_MARK) for text in template(marked, tokenize=False)]
             if not all(mark for _, mark, _ in texts):
                 raise UsageError("the chat template leaves out the end of the last message.")
-            yield from self._encoded([before for before, _, _ in texts])
+            for one in self._encoded([before for before, _, _ in texts]):
+                yield one[:-_TAIL] or one[:1]
 
     def _arguments(self, row: Row) -> tuple[dict[str, Any], bool]:
         """Return the arguments of the template for a row, and whether something is added to it."""
@@ -112,10 +99,8 @@ class PromptTokenizer:
         given = tool_arguments(row, self._settings, environment.schemas)
         return given, environment.factory is not None
 
-    def _encoded(
-        self, texts: list[str], add_special_tokens: bool = False
-    ) -> "Iterator[array[int]]":
-        settings = {"return_attention_mask": False, "add_special_tokens": add_special_tokens}
+    def _encoded(self, texts: list[str], special: bool = False) -> "Iterator[array[int]]":
+        settings = {"return_attention_mask": False, "add_special_tokens": special}
         for ids in self._tokenizer(text=texts, **settings)["input_ids"]:
             yield array("i", ids)
 

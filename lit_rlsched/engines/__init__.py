@@ -1,5 +1,11 @@
 """Decode completions: vLLM, transformers or simulated, in a process, a Ray actor or several.
 
+An engine (`base.py` is the interface) has its slots and no schedule. Before a round it gets the
+policy's weights (`sync_weights`). Then requests are submitted, each `step` draws a token for every
+running one, and its events have the tokens with their log-probs. A worker (`rollout_worker.py`)
+refills free slots between two steps. `ProcessEngine` and `RayEngine` have an engine in another
+process (`child.py`), whose worker runs ahead there (`remote.py`); `EnginePool` is several as one.
+
 Imports `types`, `_lazy`, `settings`, `text`, `processes`, `ranks`, `scheduling`.
 """
 

@@ -33,7 +33,7 @@ class Server:
         self._engine: RolloutEngine | None = None
         self._worker: RolloutWorker | None = None
         self._most: int | None = None
-        """Maximum number of decode steps per step: 1 where engines take turns."""
+        """Maximum number of decode steps per step: 1 where engines step together."""
         self._ahead = 0
         """Number of the message that told the worker to step; 0: it was told to stop."""
         self._allowed = 0
@@ -78,8 +78,12 @@ class Server:
             getattr(self, name)(*arguments)
         except Exception as error:
             self._ahead = 0
-            failure = _pickled(error), traceback.format_exc()
-            self._send(failure, raised=True)
+            try:
+                pickled = pickle.dumps(error)
+                pickle.loads(pickled)
+            except Exception:
+                pickled = b""
+            self._send((pickled, traceback.format_exc()), raised=True)
         return True
 
     def start(self, engine: bytes, spec: EngineSpec) -> None:
@@ -124,15 +128,6 @@ class Server:
     def _send(self, value: Any, raised: bool = False) -> None:
         answer = self._asked, raised, value
         self.outbox.put(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-def _pickled(error: Exception) -> bytes:
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-        return data
-    except Exception:
-        return b""
 
 
 def deliver(outbox: "queue.SimpleQueue[bytes | None]", connection: Connection) -> None:

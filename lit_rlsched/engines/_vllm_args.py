@@ -131,15 +131,9 @@ class VLLMSettings(SlotEngine):
             cache = max(0, int(share * sizes.memory) - weights)
             how = f"the rest of gpu_memory_utilization={share}, including vLLM's activations"
         sleeps = spec.device.type == "cuda" and self.enable_sleep_mode
-        asleep = "; vLLM sleeps in the update" if sleeps else ""
-        return Footprint(
-            weights,
-            cache,
-            not sleeps,
-            how_weights + asleep,
-            how + asleep,
-            asleep=weights if sleeps and self.enable_lora else 0,
-        )
+        said = "; vLLM sleeps in the update" if sleeps else ""
+        kept = weights if sleeps and self.enable_lora else 0
+        return Footprint(weights, cache, not sleeps, how_weights + said, how + said, asleep=kept)
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int:
         """Tokens that vLLM's cache will hold: whole blocks, without the one it never uses."""
@@ -223,11 +217,7 @@ def lora_args(adapters: AdapterSpec | None) -> dict[str, Any]:
             "adapters are then merged."
         )
     # without `lora_target_modules` the embedding and the LM head would get LoRA layers as well
-    return {
-        "enable_lora": True,
-        "max_lora_rank": rank,
-        "lora_target_modules": [*adapters.modules],
-    }
+    return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": [*adapters.modules]}
 
 
 def batched_tokens(spec: EngineSpec) -> int:

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from multiprocessing import resource_tracker
@@ -19,7 +19,6 @@ import torch
 
 from lit_rlsched.engines.devices import unseen_gpu
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
-from lit_rlsched.processes import require_linux
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import FinishReason
 
@@ -33,7 +32,11 @@ _originals: dict[str, Callable[..., None]] = {}
 
 def import_vllm() -> Any:
     """Import vLLM, configured to run quietly and in-process, and patch it once."""
-    require_linux("`VLLMEngine`", "Choose another engine: `--data.engine=TransformersEngine`.")
+    if sys.platform != "linux":
+        raise UsageError(
+            f"`VLLMEngine` runs on Linux only, and this is `{sys.platform}`. Choose another "
+            "engine: `--data.engine=TransformersEngine`."
+        )
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a core process would run ahead
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -48,18 +51,19 @@ def import_vllm() -> Any:
             "without, or choose another engine with `--data.engine=TransformersEngine`."
         ) from error
     if not _originals:
-        _patch()
+        groups: Any = import_module("vllm.distributed.parallel_state")
+        core: Any = import_module("vllm.v1.engine.core")
+        _originals["clean_up"] = core.cleanup_dist_env_and_memory
+        _originals["leave_group"] = groups.destroy_distributed_environment
+        core.cleanup_dist_env_and_memory = _clean_up
+        groups.destroy_distributed_environment = _leave_group
     return vllm
-
-
-def decodes_on() -> str:
-    """Device type that this vLLM is built for and finds; empty if it finds none."""
-    return str(import_module("vllm.platforms").current_platform.device_type)
 
 
 def check_build(device: torch.device) -> None:
     """Refuse a vLLM that decodes on another device type than the run's."""
-    found = decodes_on()
+    # what it is built for and finds; empty if it finds none
+    found = str(import_module("vllm.platforms").current_platform.device_type)
     if found == device.type:
         return
     if device.type == "cpu":
@@ -90,25 +94,6 @@ def check_head_size(config: Any) -> None:
             f"`VLLMEngine` on CPU: the model's attention heads have a size of {size}, and vLLM "
             f"has {', '.join(map(str, sizes))}. Use `TransformersEngine`, or a GPU."
         )
-
-
-def bound_kernels(slots: int) -> None:
-    """Bound oneDNN's cache of compiled kernels before its first use: otherwise CPU memory grows.
-
-    oneDNN compiles a kernel of 0.2 MB for each layer shape (five) and each number of tokens in a
-    step, and by default keeps 1,024 of them. Decode steps have at most as many numbers of tokens as
-    there are slots; prefills that resume from a prefix keep bringing new ones.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(min(1024, 64 + 6 * slots)))
-
-
-def _patch() -> None:
-    groups: Any = import_module("vllm.distributed.parallel_state")
-    core: Any = import_module("vllm.v1.engine.core")
-    _originals["clean_up"] = core.cleanup_dist_env_and_memory
-    _originals["leave_group"] = groups.destroy_distributed_environment
-    core.cleanup_dist_env_and_memory = _clean_up
-    groups.destroy_distributed_environment = _leave_group
 
 
 def _clean_up(*args: Any, **kwargs: Any) -> None:
@@ -203,12 +188,17 @@ def _starting_workers(device: torch.device, workers: int) -> Iterator[None]:
         changes["VLLM_CPU_OMP_THREADS_BIND"] = bind_threads(cores, workers)
     track_apart()
     import_module("vllm.envs").disable_envs_cache()  # a live core has enabled the cache
+    before = {name: os.environ.pop(name, None) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:  # without `__main__`, workers do not run an unguarded script of the user again
-        with _environment(changes):
-            yield
+        yield
     finally:
         sys.modules["__main__"] = main
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def track_apart() -> None:
@@ -253,36 +243,6 @@ def bind_threads(cores: list[int], workers: int) -> str:
         )
     parts = (cores[i * each : (i + 1) * each] for i in range(workers))
     return "|".join(",".join(map(str, part)) for part in parts)
-
-
-def wake_before_close(engine: Any) -> None:
-    """Wake an engine of this process before it is freed.
-
-    When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The driver's
-    error persists and makes the first allocation of the next engine fail.
-    """
-    try:
-        engine.wake_up()
-    except RuntimeError as error:
-        warnings.warn(
-            f"The sleeping vLLM could not be woken before it was closed ({error}): another one "
-            "will not start in this process.",
-            stacklevel=3,
-        )
-
-
-@contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables inside, and remove those whose value is None."""
-    before = {name: os.environ.pop(name, None) for name in changes}
-    os.environ.update({name: value for name, value in changes.items() if value is not None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 ENDS = get_args(FinishReason)

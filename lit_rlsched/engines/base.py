@@ -193,6 +193,7 @@ class RolloutWorker(EngineWorker):
         self.engine = engine
         self._requests: dict[str, Request] = {}
         self._drawn: dict[str, int] = {}
+        self.running = self._drawn.keys()
         self._stats = engine.stats()
         self._begun: tuple[float, list[str]] | None = None
         """Start of the next step, and the requests that were admitted for it."""
@@ -201,10 +202,6 @@ class RolloutWorker(EngineWorker):
     @property
     def busy(self) -> bool:
         return bool(self._drawn) or len(self.admission) > 0
-
-    @property
-    def running(self) -> Collection[str]:
-        return self._drawn.keys()
 
     def start_trace(self) -> RolloutTrace:
         trace = super().start_trace()
@@ -245,9 +242,12 @@ class RolloutWorker(EngineWorker):
             event.version = version
             drawn[event.request_id] += len(event.token_ids)
             if event.finish_reason is not None:
-                self._end(event)
-                name = event.request_id
-                left[name] = drawn.pop(name)
+                request = self._requests.pop(event.request_id)
+                left[request.id] = new = drawn.pop(request.id)
+                total = len(request.prefix_ids) + new
+                paused = total < request.sampling.max_completion_length
+                if event.finish_reason == "length" and paused:
+                    event.finish_reason = "paused"
         return Step(
             start,
             end,
@@ -261,12 +261,6 @@ class RolloutWorker(EngineWorker):
             events,
             left,
         )
-
-    def _end(self, event: Event) -> None:
-        request = self._requests.pop(event.request_id)
-        total = len(request.prefix_ids) + self._drawn[event.request_id]
-        if event.finish_reason == "length" and total < request.sampling.max_completion_length:
-            event.finish_reason = "paused"
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         if request_ids is None:
@@ -305,24 +299,8 @@ class SlotEngine(RolloutEngine):
     def _stats(
         self, kv_tokens: int, running: int, waiting: int = 0, step_kv_tokens: int | None = None
     ) -> EngineStats:
-        return EngineStats(
-            running,
-            waiting,
-            kv_tokens,
-            step_kv_tokens,
-            self._preemptions,
-            self._decode_steps,
-            self._prefill_tokens,
-            self._cached_tokens,
-        )
-
-    def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        self._refuse_when_running("load weights")
-        self._load_weights(named_tensors, version)
-
-    @abstractmethod
-    def _load_weights(self, named_tensors: Weights, version: int) -> None:
-        """Load the policy's weights."""
+        counts = self._preemptions, self._decode_steps, self._prefill_tokens, self._cached_tokens
+        return EngineStats(running, waiting, kv_tokens, step_kv_tokens, *counts)
 
     def _refuse_when_running(self, what: str) -> None:
         if self._held:
@@ -346,29 +324,25 @@ def check_requests(
     for request in requests:
         if request.id in live_ids or request.id in seen:
             raise UsageError(f"request {request.id!r} is already in the engine")
-        if why := _misfit(spec, request, vocab_size):
-            raise UsageError(f"request {request.id!r} {why}")
         seen.add(request.id)
-
-
-def _misfit(spec: EngineSpec, request: Request, vocab_size: int | None) -> str | None:
-    """Return why a request cannot be decoded, or None."""
-    most, prompt = request.sampling.max_completion_length, len(request.prompt_ids)
-    if prompt == 0:
-        return "has an empty prompt"
-    if prompt + most > spec.max_model_len:
-        return (
-            f"does not fit: {prompt} prompt tokens and max_completion_length={most} "
-            f"exceed max_model_len={spec.max_model_len}"
-        )
-    if len(request.prefix_ids) >= request.limit:
-        bound = "max_completion_length" if request.limit == most else "pause_at"
-        return (
-            f"has a prefix of {len(request.prefix_ids)} tokens, which leaves nothing to draw: "
-            f"{bound}={request.limit}"
-        )
-    if vocab_size is not None:
-        tokens = [*request.prompt_ids, *request.prefix_ids]
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            return f"has tokens outside the vocabulary of {vocab_size}"
-    return None
+        most, prompt = request.sampling.max_completion_length, len(request.prompt_ids)
+        why = ""
+        if prompt == 0:
+            why = "has an empty prompt"
+        elif prompt + most > spec.max_model_len:
+            why = (
+                f"does not fit: {prompt} prompt tokens and max_completion_length={most} "
+                f"exceed max_model_len={spec.max_model_len}"
+            )
+        elif len(request.prefix_ids) >= request.limit:
+            bound = "max_completion_length" if request.limit == most else "pause_at"
+            why = (
+                f"has a prefix of {len(request.prefix_ids)} tokens, which leaves nothing to draw: "
+                f"{bound}={request.limit}"
+            )
+        elif vocab_size is not None:
+            tokens = [*request.prompt_ids, *request.prefix_ids]
+            if min(tokens) < 0 or max(tokens) >= vocab_size:
+                why = f"has tokens outside the vocabulary of {vocab_size}"
+        if why:
+            raise UsageError(f"request {request.id!r} {why}")

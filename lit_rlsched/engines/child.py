@@ -7,22 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.spec import EngineBroken, EngineDied, EngineSpec
+from lit_rlsched.engines.spec import EngineBroken, EngineDied
 from lit_rlsched.processes import ChildProcess, how_it_ended
-from lit_rlsched.settings import RunFailed, UsageError
+from lit_rlsched.settings import UsageError
 
-START, ANSWER = 1800.0, 600.0
-"""Seconds for an engine to start, and for any other answer, after which it counts as hanging: the
-first step of a kind may compile, and weights may be large."""
 LAUNCHER = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -30,9 +26,6 @@ LAUNCHER = (
 """Environment variables of the Trainer's ranks, which an engine must not take for its own."""
 SHUTDOWN = 10.0
 """Seconds for the engine to close before its process is killed."""
-MAX_DEATHS = 3
-"""The run stops when the process dies this many times without a step in between."""
-CLOSED = "The engine is closed or was not started."
 TICK = 1.0
 """Seconds between two checks of a time limit."""
 
@@ -108,9 +101,10 @@ class Child(ABC):
         """Number of the last message that has an answer."""
         self._starts = False
         """Whether the last message was that to start."""
-        self._ended = False
-        self._end = self._fault = ""
-        """How the process ended, and what was wrong with it before."""
+        self._end: str | None = None
+        """How the process ended."""
+        self._fault = ""
+        """What was wrong with it before."""
         self._watch = Watch(self._kill_hanging)
 
     @abstractmethod
@@ -133,10 +127,10 @@ class Child(ABC):
     def end(self) -> str:
         """Kill the process, free what belongs to it and return how it ended."""
 
-    def call(self, *message: Any, skipped: Callable[[Any], object] = lambda value: None) -> Any:
+    def call(self, *message: Any) -> Any:
         """Send a message and return its answer."""
         self.ask(*message)
-        return self.answer(skipped)
+        return self.answer()
 
     def ask(self, *message: Any) -> None:
         """Send a message that has one or more answers."""
@@ -145,7 +139,7 @@ class Child(ABC):
         self._send(self._asked, *message)
 
     def answer(self, skipped: Callable[[Any], object] = lambda value: None) -> Any:
-        """Return the next answer to the last message that was asked; see `call`."""
+        """Return the next answer to the last message that was asked; others are `skipped`."""
         while True:
             number, raised, value = self._receive()
             if raised and number in (0, self._asked):
@@ -186,17 +180,16 @@ class Child(ABC):
 
     def kill(self) -> str:
         """Kill the process and all processes it started; return how it ended."""
-        if not self._ended:
+        if self._end is None:
             self._watch.end()
             ended = self.end()
-            self._ended = True
             self._end = self._fault or ended
         return self._end
 
     def close(self) -> None:
         """Let the engine close, then end the process."""
         try:
-            if not self._ended:
+            if self._end is None:
                 with suppress(EngineDied):
                     self.tell("close")
                     self.wait(SHUTDOWN)
@@ -245,118 +238,6 @@ class PipeChild(Child):
         return how_it_ended(self._process.returncode)
 
 
-class ReplacedEngine(RolloutEngine):
-    """An engine in another process, which is replaced when it dies."""
-
-    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
-    """How an engine gets a GPU of its own."""
-
-    def __init__(self) -> None:
-        self.restarts = 0
-        """Number of times the process was replaced."""
-        self._child: Child | None = None
-        self._spec: EngineSpec | None = None
-        self._deaths = 0
-
-    @abstractmethod
-    def _launch(self) -> None:
-        """Start a process and the engine in it, with the weights of the last sync."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the child, if there is one."""
-        return None if self._child is None else self._child.pid
-
-    @property
-    def trainer_address(self) -> str:
-        """Address of the trainer's node, as the engine's node knows it."""
-        return "127.0.0.1"
-
-    @property
-    def numbered_name(self) -> str:
-        """Name of the engine in messages."""
-        assert self._spec is not None
-        return self._spec.name
-
-    @property
-    def alive(self) -> bool:
-        """Whether there is a process, or a dead one that can be replaced."""
-        return self._child is not None
-
-    def limit(self, starts: bool) -> float:
-        """Seconds for the process to start, or to answer, after which it counts as hanging."""
-        return START if starts else ANSWER
-
-    @property
-    def child(self) -> Child:
-        """The engine's process.
-
-        Raises:
-            RuntimeError: the engine is closed or was not started.
-        """
-        if self._child is None:
-            raise RuntimeError(CLOSED)
-        return self._child
-
-    def revive(self) -> None:
-        """Replace the process; the new one gets the weights of the last sync.
-
-        Raises:
-            RunFailed: the process has died too often, or nobody has a copy of its weights.
-        """
-        how = self.child.kill()
-        name = self.numbered_name
-        if self.weight_transfer is not None:
-            self.close()
-            raise RunFailed(
-                f"The process of {name} {how}. None takes its place with "
-                f"`weight_transfer={self.weight_transfer!r}`, which keeps no copy of the weights. "
-                "Resume from the last checkpoint, or leave `weight_transfer` out."
-            )
-        cause: Exception | None = None
-        while True:
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                self.close()
-                raise RunFailed(
-                    f"The process of {name} {how}, {self._deaths} times in a row. If it was killed "
-                    "from outside, memory may have run out: give the key-value cache less."
-                ) from cause
-            self.restarts += 1
-            warnings.warn(
-                f"The process of {name} {how}; another one takes its place and goes on from the "
-                f"tokens received (restart {self.restarts}).",
-                stacklevel=2,
-            )
-            try:
-                return self._launch()
-            except EngineDied:
-                how, cause = self.child.kill(), None
-            except Exception as error:  # the engine has started with these settings before
-                self.child.kill()
-                how, cause = f"did not start again ({error})", error
-
-    def stepped(self) -> None:
-        """Note that the process has made a step."""
-        self._deaths = 0
-
-    def _ask(self, *message: Any) -> Any:
-        """Ask the process, and replace it if it dies; it then has no requests."""
-        try:
-            return self.child.call(*message)
-        except EngineDied:
-            self.revive()
-            raise
-
-    def _insist(self, *message: Any) -> Any:
-        """Ask the process, and the one that replaces it, until there is an answer."""
-        while True:
-            with suppress(EngineDied):
-                answer = self._ask(*message)
-                self._deaths = 0
-                return answer
-
-
 def unpickled(error: tuple[bytes, str], name: str) -> BaseException:
     """Return an exception of an engine's process, with its traceback there."""
     pickled, text = error
@@ -369,3 +250,21 @@ def unpickled(error: tuple[bytes, str], name: str) -> BaseException:
         )
     raised.add_note(f"In the process of {name}:\n{text}")
     return raised
+
+
+class OtherProcess(Protocol):
+    """A `ProcessEngine`, as far as its worker and its weights know it."""
+
+    restarts: int
+    deaths_in_a_row: int
+    gpus_advice: str
+
+    @property
+    def child(self) -> Child: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def numbered_name(self) -> str: ...
+    @property
+    def trainer_address(self) -> str: ...
+    def revive(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Several engines behind the interface of one, which take turns on a logical clock."""
+"""Several engines behind the interface of one, which step together on a logical clock."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ WINDOW = 32
 
 
 class EnginePool(RolloutEngine):
-    """Decodes with several equal engines, which `PoolWorker` lets take turns.
+    """Decodes with several equal engines, which `PoolWorker` lets step together.
 
     Slots and memory budget of the run are divided equally. On GPUs, engine `i` has GPU `i`; with
     `tensor_parallel_size=n`, the next `n`. On CPU, the engines share the cores equally. Engines in
@@ -40,11 +40,13 @@ class EnginePool(RolloutEngine):
             are fewer GPUs than engines.
     """
 
+    engines: Sequence[RolloutEngine] = ()
+
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         if not engines:
             raise UsageError("`EnginePool(engines=[])`: give at least one engine.")
-        self._engines = tuple(engines)
-        first = self._engines[0]
+        self.engines = tuple(engines)
+        first = self.engines[0]
         self.kv_block, self.kv_capacity = first.kv_block, first.kv_capacity
         self.logprobs = all(engine.logprobs for engine in engines)
         self.enable_lora, self.weight_transfer = first.enable_lora, first.weight_transfer
@@ -65,89 +67,79 @@ class EnginePool(RolloutEngine):
         return cls([engine, *(copy.deepcopy(engine) for _ in range(num_engines - 1))])
 
     @property
-    def engines(self) -> Sequence[RolloutEngine]:
-        return self._engines
-
-    @property
     def name(self) -> str:
-        return self._engines[0].name
+        return self.engines[0].name
 
     @property
     def tensor_parallel_size(self) -> int:
-        return self._engines[0].tensor_parallel_size
+        return self.engines[0].tensor_parallel_size
 
     @tensor_parallel_size.setter
     def tensor_parallel_size(self, size: int) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.tensor_parallel_size = size
 
     def max_tensor_parallel_size(self, spec: EngineSpec) -> int:
         """What the model allows, with an equal share of the devices."""
-        most = self._engines[0].max_tensor_parallel_size(spec)
-        share = num_devices(spec.device.type) // len(self._engines)
+        most = self.engines[0].max_tensor_parallel_size(spec)
+        share = num_devices(spec.device.type) // len(self.engines)
         while most > max(1, share):
             most //= 2
         return most
 
     def cache_dtype(self, spec: EngineSpec) -> "torch.dtype":
-        return self._engines[0].cache_dtype(spec)
+        return self.engines[0].cache_dtype(spec)
 
     def most_slots(self, spec: EngineSpec) -> int:
-        return len(self._engines) * self._engines[0].most_slots(spec)
+        return len(self.engines) * self.engines[0].most_slots(spec)
 
     def footprint(self, spec: EngineSpec, sizes: Sizes) -> Footprint:
         """The memory of all engines on CPU; of one engine on a GPU, where each has its own."""
-        held, times = self._engines[0].footprint(self._spec_of(0, spec), sizes), self._times(spec)
-        each = f"{len(self._engines)} engines, each " if times > 1 else ""
+        held = self.engines[0].footprint(self._spec_of(0, spec), sizes)
+        times = 1 if spec.device.type == "cuda" else len(self.engines)
+        each = f"{len(self.engines)} engines, each " if times > 1 else ""
         return replace(
             held,
             weights=times * held.weights,
             cache=times * held.cache,
-            asleep=len(self._engines) * held.asleep,
+            asleep=len(self.engines) * held.asleep,
             how_weights=each + held.how_weights,
             how_cache=each + held.how_cache,
         )
 
     def cache_tokens(self, spec: EngineSpec, footprint: Footprint, token_bytes: int) -> int | None:
         """Of each engine."""
-        footprint = replace(footprint, cache=footprint.cache // self._times(spec))
-        return self._engines[0].cache_tokens(self._spec_of(0, spec), footprint, token_bytes)
-
-    def _times(self, spec: EngineSpec) -> int:
-        """Number of engines that share the memory of a device."""
-        return 1 if spec.device.type == "cuda" else len(self._engines)
+        if spec.device.type != "cuda":
+            footprint = replace(footprint, cache=footprint.cache // len(self.engines))
+        return self.engines[0].cache_tokens(self._spec_of(0, spec), footprint, token_bytes)
 
     def _spec_of(self, index: int, spec: EngineSpec) -> EngineSpec:
-        engines, budget = len(self._engines), spec.kv_cache_bytes
-        return replace(
-            spec,
-            slots=spec.slots // engines,
-            kv_cache_bytes=None if budget is None else budget // engines,
-            index=index,
-            engines=engines,
-        )
+        engines, budget = len(self.engines), spec.kv_cache_bytes
+        share = None if budget is None else budget // engines
+        slots = spec.slots // engines
+        return replace(spec, slots=slots, kv_cache_bytes=share, index=index, engines=engines)
 
     def start(self, spec: EngineSpec) -> None:
-        if spec.slots % len(self._engines):
+        if spec.slots % len(self.engines):
             raise UsageError(
                 f"`EngineSpec(slots={spec.slots})`: must be a multiple of the number of engines, "
-                f"{len(self._engines)}."
+                f"{len(self.engines)}."
             )
-        specs = [self._spec_of(i, spec) for i in range(len(self._engines))]
-        self._engines[0].reserve(specs[0], self._engines)
+        specs = [self._spec_of(i, spec) for i in range(len(self.engines))]
+        self.engines[0].reserve(specs[0], self.engines)
         try:
-            self.each(lambda engine: engine.start(specs[self._engines.index(engine)]))
+            self.each(lambda engine: engine.start(specs[self.engines.index(engine)]))
         except BaseException:
             self.close()
             raise
-        self.kv_block = self._engines[0].kv_block
-        capacities = [e.kv_capacity for e in self._engines if e.kv_capacity is not None]
+        self.kv_block = self.engines[0].kv_block
+        capacities = [e.kv_capacity for e in self.engines if e.kv_capacity is not None]
         self.kv_capacity = min(capacities, default=None)
 
     def make_worker(self, admission: Admission) -> "PoolWorker":
         """Return a worker of all engines; each gets a copy of the admission."""
-        workers: list[Any] = [e.make_worker(copy.deepcopy(admission)) for e in self._engines]
-        return PoolWorker(workers, self._engines)
+        workers: list[Any] = [e.make_worker(copy.deepcopy(admission)) for e in self.engines]
+        return PoolWorker(workers, self.engines)
 
     def _no_engine(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("Several engines decode through `make_worker`, or with `each`.")
@@ -155,7 +147,7 @@ class EnginePool(RolloutEngine):
     submit = step = abort = stats = _no_engine
 
     def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        handed = self._engines[0].hand_over(named_tensors)
+        handed = self.engines[0].hand_over(named_tensors)
         self.each(lambda engine: engine.sync_weights(handed, version))
 
     def sleep(self) -> None:
@@ -175,9 +167,9 @@ class EnginePool(RolloutEngine):
         """
         if not self.decodes_by_itself:
             return super().each(call)
-        threads = ThreadPoolExecutor(len(self._engines), thread_name_prefix="engine")
+        threads = ThreadPoolExecutor(len(self.engines), thread_name_prefix="engine")
         try:
-            calls = [threads.submit(call, engine) for engine in self._engines]
+            calls = [threads.submit(call, engine) for engine in self.engines]
             wait(calls)
             return [call.result() for call in calls]
         finally:  # after Ctrl-C, the threads end when the engines are closed
@@ -187,14 +179,14 @@ class EnginePool(RolloutEngine):
 class PoolWorker(Worker):
     """Keeps the slots of several engines filled.
 
-    The engines take turns: a turn is one step of each busy engine, and its events come in the order
-    of the engines. An engine in another process may be many turns ahead. Its speed decides how long
-    a round takes, and nothing else.
+    An engine step is one step of each busy engine, and its events come in the order of the engines.
+    An engine in another process may be many of them ahead. Its speed decides how long a round
+    takes, and nothing else.
 
     A group goes to one engine (`route`). Requests that wait there may move to an engine with free
-    slots (`moves`) in turns for which the engines wait for each other: every turn in rounds that do
-    not let engines run ahead, else every `WINDOW` turns while requests wait. A request that has had
-    a slot in this round stays with its engine, which may keep its cache and its noise.
+    slots (`moves`) in engine steps for which the engines wait for each other: every one in rounds
+    that do not let engines run ahead, else every `WINDOW`th while requests wait. A request that has
+    had a slot in this round stays with its engine, which may keep its cache and its noise.
     """
 
     def __init__(
@@ -212,7 +204,7 @@ class PoolWorker(Worker):
         """Requests that have had a slot in this round."""
         self._ahead = False
         self._window: int | None = 0
-        """Turns until the engines wait for each other; None: they need not in this round."""
+        """Engine steps until the engines wait for each other; None: they need not in this round."""
         self._moved = 0
 
     def metrics(self) -> dict[str, float]:
@@ -253,19 +245,15 @@ class PoolWorker(Worker):
                 promised = groups.get(request.group, 0.0)
                 groups[request.group] = promised + promised_tokens(request)
         if groups:
-            self._group_engines |= route(groups, self._loads())
+            loads = [0.0] * len(self.workers)  # promised tokens of each engine
+            for request in self._requests.values():
+                loads[self._engine_of[request.id]] += promised_tokens(request)
+            self._group_engines |= route(groups, loads)
         for request in requests:
             self._requests[request.id] = request
             self._engine_of.setdefault(request.id, self._group_engines[request.group])
         for engine, ids in self._by_engine(request.id for request in requests).items():
             self.workers[engine].submit(self._requests[name] for name in ids)
-
-    def _loads(self) -> list[float]:
-        """Promised tokens of each engine."""
-        loads = [0.0] * len(self.workers)
-        for request in self._requests.values():
-            loads[self._engine_of[request.id]] += promised_tokens(request)
-        return loads
 
     def _by_engine(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
         """Sort known requests by their engine."""
@@ -282,7 +270,7 @@ class PoolWorker(Worker):
         most = min(most, self._window or most)
         busy = {i: worker for i, worker in enumerate(self.workers) if worker.busy}
         steps = {i: worker.advance(most) for i, worker in busy.items()}
-        self.trace.take_turn(steps)
+        self.trace.take_engine_step(steps)
         if self._window:
             self._window -= max(step.decode_steps for step in steps.values())
         for step in steps.values():
@@ -292,7 +280,7 @@ class PoolWorker(Worker):
         return [event for step in steps.values() for event in step.events]
 
     def _meet(self) -> None:
-        """Move waiting requests, now that every engine is at the same turn."""
+        """Move waiting requests, now that every engine is at the same engine step."""
         now = max((engine.now() for engine in self._clocks), default=0.0)
         for engine in self._clocks:
             engine.wait_until(now)
@@ -306,12 +294,19 @@ class PoolWorker(Worker):
             for worker in self.workers:
                 worker.allow(self._window)
         elif waits:
-            self._window = 1  # no engine skips a turn in which a request could move
+            self._window = 1  # no engine skips a step in which a request could move
 
     def _move(self) -> bool:
         """Move waiting requests to free slots; return whether requests still wait."""
-        free = [worker.free for worker in self.workers]
-        wait = [r for r in self._requests.values() if not self._runs(r.id)]
+        # slots that waiting requests are known to get in the next step
+        known = self.admission.refill != "rounds" and self.admission.budget is None
+        running = [len(worker.running) for worker in self.workers]
+        free = [self.admission.slots - n if known or not n else 0 for n in running]
+        wait = [
+            request
+            for request in self._requests.values()
+            if request.id not in self.workers[self._engine_of[request.id]].running
+        ]
         first = [r for r in wait if not r.later] or wait
         waiting: list[list[Request]] = [[] for _ in free]
         for request in first:
@@ -328,9 +323,6 @@ class PoolWorker(Worker):
             self.workers[engine].submit(self._requests[name] for name in ids)
         self._moved += len(moved)
         return min(free) < 0 or len(first) < len(wait)
-
-    def _runs(self, request_id: str) -> bool:
-        return request_id in self.workers[self._engine_of[request_id]].running
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Event]:
         unreported: list[Event] = []

@@ -1,14 +1,16 @@
 """Runs any engine in a child process."""
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import CLOSED, Child, PipeChild, ReplacedEngine, pickled_engine
+from lit_rlsched.engines.child import Child, PipeChild, pickled_engine
 from lit_rlsched.engines.devices import available_cores, cores_of, give_back, variables_of
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, EngineStats, Footprint, Partial, Sizes
@@ -16,11 +18,18 @@ from lit_rlsched.engines.weight_transfer import WeightTransfer, check_transfer
 from lit_rlsched.engines.weights import HandedWeights, WeightsFile, WeightsStore
 from lit_rlsched.processes import require_posix
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import RunFailed, UsageError
 from lit_rlsched.types import Event, Request
 
+START, ANSWER = 1800.0, 600.0
+"""Seconds for an engine to start, and for any other answer, after which it counts as hanging: the
+first step of a kind may compile, and weights may be large."""
+MAX_DEATHS = 3
+"""The run stops when the process dies this many times without a step in between."""
+CLOSED = "The engine is closed or was not started."
 
-class ProcessEngine(ReplacedEngine):
+
+class ProcessEngine(RolloutEngine):
     """Runs another engine in a child process, so that it decodes while the trainer computes.
 
     The child process refills the slots itself. It keeps decoding as long as no decision of the
@@ -53,11 +62,15 @@ class ProcessEngine(ReplacedEngine):
     """
 
     decodes_by_itself = True
+    gpus_advice = "Train on the first GPUs (`devices: 1`, not `devices: [1]`)"
+    """How an engine gets a GPU of its own."""
+    trainer_address = "127.0.0.1"
+    """Address of the trainer's node, as the engine's node knows it."""
+    _kind_of_store: type[WeightsStore] = WeightsFile
+    """Through which weights reach the process."""
 
     def __init__(
-        self,
-        engine: RolloutEngine | None = None,
-        weight_transfer: Literal["nccl"] | None = None,
+        self, engine: RolloutEngine | None = None, weight_transfer: Literal["nccl"] | None = None
     ) -> None:
         if engine is None:
             from lit_rlsched.engines.vllm import VLLMEngine
@@ -68,16 +81,48 @@ class ProcessEngine(ReplacedEngine):
             inner = type(engine).__name__
             raise UsageError(f"`{name}(engine={inner}(...))`: one process is enough.")
         check_transfer(weight_transfer, engine, type(self).__name__)
-        super().__init__()
         self.engine = engine
         self.weight_transfer = engine.weight_transfer = weight_transfer
         self.logprobs, self.enable_lora = engine.logprobs, engine.enable_lora
         self.kv_block, self.kv_capacity = engine.kv_block, engine.kv_capacity
+        self.restarts = 0
+        """Number of times the process was replaced."""
+        self.deaths_in_a_row = 0
+        """Number of times it has died without a step in between."""
+        self._child: Child | None = None
+        self._spec: EngineSpec | None = None
         self._transfer: WeightTransfer | None = None
         """Shared with the other engines of the run."""
         self._store: WeightsStore | None = None
         self._weights: tuple[HandedWeights, int] | None = None
         """The weights of the last sync, and their policy version."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, if there is one."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def numbered_name(self) -> str:
+        """Name of the engine in messages."""
+        assert self._spec is not None
+        return self._spec.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process, or a dead one that can be replaced."""
+        return self._child is not None
+
+    def limit(self, starts: bool) -> float:
+        """Seconds for the process to start, or to answer, after which it counts as hanging."""
+        return START if starts else ANSWER
+
+    @property
+    def child(self) -> Child:
+        """The engine's process; raises if the engine is closed or was not started."""
+        if self._child is None:
+            raise RuntimeError(CLOSED)
+        return self._child
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -130,12 +175,11 @@ class ProcessEngine(ReplacedEngine):
 
     def start(self, spec: EngineSpec) -> None:
         require_posix(f"`{type(self).__name__}`")
-        self._end()
         if self.weight_transfer is not None and self._transfer is None:
             self.reserve(spec, [self])
         self._spec = replace(spec, policy=None)  # it loads its own weights
-        self._store = self._transfer or self._new_store()
-        self._deaths = 0
+        self._store = self._transfer or self._kind_of_store()
+        self.deaths_in_a_row = 0
         try:
             try:
                 self._launch()
@@ -163,16 +207,63 @@ class ProcessEngine(ReplacedEngine):
         cores = cores_of(spec, available_cores()) if spec.engines > 1 else None
         return PipeChild(self.limit, spec.name, variables, cores)
 
-    def _new_store(self) -> WeightsStore:
-        """Make the place through which weights reach the process."""
-        return WeightsFile()
+    def revive(self) -> None:
+        """Replace the process, unless it dies too often; the next one gets the last weights."""
+        how = self.child.kill()
+        name = self.numbered_name
+        if self.weight_transfer is not None:
+            self.close()
+            raise RunFailed(
+                f"The process of {name} {how}. None takes its place with "
+                f"`weight_transfer={self.weight_transfer!r}`, which keeps no copy of the weights. "
+                "Resume from the last checkpoint, or leave `weight_transfer` out."
+            )
+        cause: Exception | None = None
+        while True:
+            self.deaths_in_a_row += 1
+            if self.deaths_in_a_row >= MAX_DEATHS:
+                self.close()
+                raise RunFailed(
+                    f"The process of {name} {how}, {self.deaths_in_a_row} times in a row. If it "
+                    "was killed from outside, memory may have run out: give the key-value cache "
+                    "less."
+                ) from cause
+            self.restarts += 1
+            warnings.warn(
+                f"The process of {name} {how}; another one takes its place and goes on from the "
+                f"tokens received (restart {self.restarts}).",
+                stacklevel=2,
+            )
+            try:
+                return self._launch()
+            except EngineDied:
+                how, cause = self.child.kill(), None
+            except Exception as error:  # the engine has started with these settings before
+                self.child.kill()
+                how, cause = f"did not start again ({error})", error
+
+    def _ask(self, *message: Any) -> Any:
+        """Ask the process, and replace it if it dies; it then has no requests."""
+        try:
+            return self.child.call(*message)
+        except EngineDied:
+            self.revive()
+            raise
+
+    def _insist(self, *message: Any) -> Any:
+        """Ask the process, and the one that replaces it, until there is an answer."""
+        while True:
+            with suppress(EngineDied):
+                answer = self._ask(*message)
+                self.deaths_in_a_row = 0
+                return answer
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._ask("engine", "submit", requests)
 
     def step(self) -> list[Event]:
         events = self._ask("engine", "step")
-        self._deaths = 0
+        self.deaths_in_a_row = 0
         return events
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
@@ -208,16 +299,13 @@ class ProcessEngine(ReplacedEngine):
         self._insist("engine", "wake")
 
     def close(self) -> None:
-        self._end()
-        self._transfer = None
-
-    def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.close()
         store, self._store, self._weights = self._store, None, None
         if store is not None:
             store.close()
+        self._transfer = None
 
     def make_worker(self, admission: Admission) -> RemoteWorker:
         return RemoteWorker(self, admission)

@@ -76,6 +76,7 @@ class RayEngine(ProcessEngine):
         "Start Ray without the trainer's GPUs (`CUDA_VISIBLE_DEVICES=1,2,3 ray start --head` "
         "if the trainer has GPU 0)"
     )
+    _kind_of_store = ObjectStore
 
     def __init__(
         self,
@@ -115,9 +116,12 @@ class RayEngine(ProcessEngine):
             engine.close()
         self._share_transfer(spec, engines)
         reservation = Reservation(len(engines), self.bundle(spec), self.timeout)
+        import ray  # it is there, and connected
+
         for engine in engines:
             assert isinstance(engine, RayEngine)
             engine._reservation = reservation
+            engine.trainer_address = str(ray.util.get_node_ip_address())
 
     def start(self, spec: EngineSpec) -> None:
         if spec.engines == 1:
@@ -139,18 +143,9 @@ class RayEngine(ProcessEngine):
         place = self._child.place if isinstance(self._child, ActorChild) else ""
         return super().numbered_name + place
 
-    @property
-    def trainer_address(self) -> str:
-        import ray
-
-        return str(ray.util.get_node_ip_address())
-
     def _connect(self, spec: EngineSpec) -> "ActorChild":
         assert self._reservation is not None
         return ActorChild(self.limit, self._reservation, spec)
-
-    def _new_store(self) -> ObjectStore:
-        return ObjectStore()
 
     def close(self) -> None:
         super().close()
@@ -207,7 +202,17 @@ class Reservation:
 
 def connect() -> None:
     """Connect this process to the user's cluster, unless it is connected."""
-    ray = _import_ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "`RayEngine` needs Ray: pip install 'lit-rlsched[ray]', on every node."
+        ) from error
+    if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_VERSION:
+        raise UsageError(
+            f"`RayEngine` needs Ray {'.'.join(map(str, MIN_VERSION))} or newer, and version "
+            f"{ray.__version__} is installed: pip install -U 'lit-rlsched[ray]', on every node."
+        )
     if ray.is_initialized():
         return
     # Ray hides no GPU from an engine without one: it does not look for them, and Ray would warn
@@ -238,21 +243,6 @@ def connect() -> None:
     finally:
         if in_main:  # Ray's handler would exit without a checkpoint
             signal.signal(signal.SIGTERM, handler)
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "`RayEngine` needs Ray: pip install 'lit-rlsched[ray]', on every node."
-        ) from error
-    if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_VERSION:
-        raise UsageError(
-            f"`RayEngine` needs Ray {'.'.join(map(str, MIN_VERSION))} or newer, and version "
-            f"{ray.__version__} is installed: pip install -U 'lit-rlsched[ray]', on every node."
-        )
-    return ray
 
 
 def _address_of_this_node() -> str | None:

@@ -72,18 +72,8 @@ class Worker(ABC):
 class EngineWorker(Worker):
     """Worker of a single engine, alone or as one of several in a `PoolWorker`."""
 
-    @property
-    @abstractmethod
-    def running(self) -> Collection[str]:
-        """Ids of the requests that have a slot."""
-
-    @property
-    def free(self) -> int:
-        """Slots that waiting requests are known to get in the next step."""
-        running, admission = len(self.running), self.admission
-        if running and (admission.refill == "rounds" or admission.budget is not None):
-            return 0
-        return admission.slots - running
+    running: Collection[str]
+    """Ids of the requests that have a slot."""
 
     @abstractmethod
     def begin(self) -> int:

@@ -71,10 +71,8 @@ class SimulatedEngine(SlotEngine):
         self.length_of = lengths if callable(lengths) else TraceLengths(lengths)
         self.step_time_base, self.per_running = step_time_base, per_running
         self.per_kv_token, self.per_prefill_token = per_kv_token, per_prefill_token
-        self.length_only = length_only
-        self.stream = stream
-        self.max_jump = max_jump
-        self.vocab_size = vocab_size
+        self.length_only, self.stream = length_only, stream
+        self.max_jump, self.vocab_size = max_jump, vocab_size
         self.kv_block, self.kv_capacity = kv_block, kv_capacity
 
     def start(self, spec: EngineSpec) -> None:
@@ -92,7 +90,7 @@ class SimulatedEngine(SlotEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         check_requests(self._spec, self._held, requests)
         for live in [self._draw(request) for request in requests]:  # `_draw` may raise
-            self._held[live.id] = live
+            self._held[live.request.id] = live
             self._submitted += 1
             last = live.start + len(live.token_ids)
             heapq.heappush(self._ends, (last, self._submitted, live))
@@ -108,12 +106,13 @@ class SimulatedEngine(SlotEngine):
         return self.jump(self.steps_to_event())
 
     def steps_to_event(self) -> int:
-        while self._ends and self._held.get(self._ends[0][2].id) is not self._ends[0][2]:
+        while self._ends:
+            last, _, live = self._ends[0]
+            if self._held.get(live.request.id) is live:
+                steps = last - self._decode_steps
+                return min(steps, self.max_jump or steps)
             heapq.heappop(self._ends)  # aborted
-        if not self._held:
-            return 0
-        steps = self._ends[0][0] - self._decode_steps
-        return min(steps, self.max_jump or steps)
+        return 0
 
     def jump(self, steps: int) -> list[Event]:
         running = len(self._held)
@@ -135,7 +134,7 @@ class SimulatedEngine(SlotEngine):
         finished = []
         while self._ends and self._ends[0][0] == self._decode_steps:
             live = heapq.heappop(self._ends)[2]
-            if self._held.get(live.id) is live:
+            if self._held.get(live.request.id) is live:
                 finished.append(live.event(self._decode_steps))
                 self._drop(live)
         if not self.stream:
@@ -143,12 +142,16 @@ class SimulatedEngine(SlotEngine):
         return finished + [live.event(self._decode_steps) for live in self._held.values()]
 
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
-        dropped = [self._held[name] for name in dict.fromkeys(request_ids) if name in self._held]
-        for live in dropped:
-            self._drop(live)
-        return {live.id: live.partial(self._decode_steps) for live in dropped}
+        partials = {}
+        for name in dict.fromkeys(request_ids):
+            if live := self._held.get(name):
+                self._drop(live)
+                drawn = self._decode_steps - live.start
+                partials[name] = Partial(live.token_ids[:drawn], live.logprobs[:drawn])
+        return partials
 
-    def _load_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+    def sync_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
+        self._refuse_when_running("load weights")
         self.version = version
 
     def stats(self) -> EngineStats:
@@ -185,7 +188,7 @@ class SimulatedEngine(SlotEngine):
         return _Live(request, self._decode_steps, context, token_ids.tolist(), logprobs, stops)
 
     def _drop(self, live: "_Live") -> None:
-        del self._held[live.id]
+        del self._held[live.request.id]
         self._kv_tokens -= live.context + self._decode_steps - live.start
         if live.start == self._decode_steps:  # aborted before its first step
             self._new_tokens -= live.new
@@ -208,18 +211,10 @@ class _Live:
     new: int = 0
     """Tokens that its first step computes."""
 
-    @property
-    def id(self) -> str:
-        return self.request.id
-
     def event(self, step: int) -> Event:
         new = slice(self.reported, step - self.start)
         self.reported = new.stop
         reason: FinishReason | None = None
         if new.stop == len(self.token_ids):
             reason = "stop" if self.stops else "length"
-        return Event(self.id, self.token_ids[new], self.logprobs[new], reason)
-
-    def partial(self, step: int) -> Partial:
-        drawn = step - self.start
-        return Partial(self.token_ids[:drawn], self.logprobs[:drawn])
+        return Event(self.request.id, self.token_ids[new], self.logprobs[new], reason)

@@ -66,8 +66,7 @@ class SlotCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Only called in a prefill: a decode step passes its own mask."""

@@ -55,7 +55,8 @@ class EngineSpec:
     dtype: "torch.dtype" = field(default_factory=lambda: import_module("torch").float32)
     device: "torch.device" = field(default_factory=lambda: import_module("torch").device("cpu"))
     policy: "torch.nn.Module | None" = None
-    """The trainer's Hugging Face model. An engine that decodes with it needs no second copy."""
+    """The trainer's Hugging Face model. An engine that decodes with it needs no second copy.
+    None in a process of its own: such an engine loads `model`."""
     seed: int = 0
     kv_cache_bytes: int | None = None
     """Maximum size of the key-value cache, if the run has a memory budget for it."""

@@ -65,7 +65,7 @@ class TransformersEngine(SlotEngine):
                 "with `Trainer(accelerator='cpu')`."
             )
         self._eos = torch.tensor(spec.eos_token_ids, device=self._device)
-        self._forget_cache()
+        self._cache = SlotCache(spec.slots, spec.max_model_len)
         self._held: list[_Row] = []  # row i is in slot i, so the first slots are in use
         # one column per slot, with the rows INTEGERS and RULES; `token` is fed next, at `position`
         self._integers = torch.zeros(len(INTEGERS), spec.slots, dtype=torch.int64).to(self._device)
@@ -124,7 +124,8 @@ class TransformersEngine(SlotEngine):
         self._free(dropped)
         return {row.id: Partial(row.token_ids, row.logprobs) for row in rows}
 
-    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
+        self._refuse_when_running("load weights")
         if self._spec.policy is None:
             own = self._policy.state_dict()
             for name, tensor in named_tensors:
@@ -137,9 +138,6 @@ class TransformersEngine(SlotEngine):
     def sleep(self) -> None:
         """Drop the cache, which grows again with the next requests."""
         self._refuse_when_running("sleep")
-        self._forget_cache()
-
-    def _forget_cache(self) -> None:
         self._cache = SlotCache(self._spec.slots, self._spec.max_model_len)
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """Decodes with vLLM, whose scheduler runs inside the trainer's process."""
 
+import os
+import warnings
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -115,7 +117,12 @@ class VLLMEngine(arguments.VLLMSettings):
         if spec.device.type == "cpu":
             guest.check_head_size(arguments.text_config(spec))
         args = arguments.engine_args(self, spec)
-        guest.bound_kernels(spec.slots)
+        # Bound oneDNN's cache of compiled kernels before its first use: otherwise CPU memory grows.
+        # It compiles a kernel of 0.2 MB for each layer shape (five) and each number of tokens in a
+        # step, and by default keeps 1,024 of them. Decode steps have at most as many numbers of
+        # tokens as there are slots; prefills that resume from a prefix keep bringing new ones.
+        kernels = min(1024, 64 + 6 * spec.slots)
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(kernels))
         self._apart = self.tensor_parallel_size > 1
         workers = self.tensor_parallel_size if self._apart else 0
         with guest.building(spec.device, workers), naming_settings(spec, self.enable_lora):
@@ -167,7 +174,11 @@ class VLLMEngine(arguments.VLLMSettings):
             outputs = self._live.engine_core.get_output().outputs
         torch.set_rng_state(state)
         self._decode_steps += 1
-        self._count_preemptions()
+        queue = self._scheduler.waiting
+        if queue or self._preempted:
+            waiting = {r.request_id for r in queue if r.num_preemptions}
+            self._preemptions += len(waiting - self._preempted)
+            self._preempted = waiting
         events, ended, inside = list[Event](), list[str](), self._inside
         for output in outputs:  # one per request
             held = inside[output.request_id]
@@ -179,7 +190,8 @@ class VLLMEngine(arguments.VLLMSettings):
                 stats = output.prefill_stats  # None: unknown, all count as computed
                 cached = 0 if stats is None else stats.num_cached_tokens
                 self._cached_tokens += cached
-                self._prefill_tokens += held.prefilled - cached
+                request = held.request
+                self._prefill_tokens += len(request.prompt_ids) + len(request.prefix_ids) - cached
             held.token_ids.extend(token_ids)
             held.logprobs.extend(logprobs)
             if reason is not None:
@@ -201,21 +213,14 @@ class VLLMEngine(arguments.VLLMSettings):
         self._noise.leave(held.request, None if ended else length)
         return Partial(held.token_ids, held.logprobs)
 
-    def _count_preemptions(self) -> None:
-        queue = self._scheduler.waiting
-        if not queue and not self._preempted:
-            return
-        waiting = {r.request_id for r in queue if r.num_preemptions}
-        self._preemptions += len(waiting - self._preempted)
-        self._preempted = waiting
-
     def abort(self, request_ids: Iterable[str]) -> dict[str, Partial]:
         held = [name for name in dict.fromkeys(request_ids) if name in self._held]
         if held:
             self._live.abort_request(held)
         return {name: self._leave(name) for name in held}
 
-    def _load_weights(self, named_tensors: Weights, version: int) -> None:
+    def sync_weights(self, named_tensors: Weights, version: int) -> None:
+        self._refuse_when_running("load weights")
         weights: Any = ((name, tensor.detach()) for name, tensor in named_tensors)
         load = beside_model.load_adapters if self.enable_lora else beside_model.load
         with ExitStack() as stack:
@@ -226,9 +231,6 @@ class VLLMEngine(arguments.VLLMSettings):
                 self._live.collective_rpc(load, args=(weights,))
         if self.enable_lora:
             self._lora_request = beside_model.lora_request()
-
-    def sync_weights(self, named_tensors: Weights, version: int) -> None:
-        super().sync_weights(named_tensors, version)
         self._forget_old_weights()
 
     def _forget_old_weights(self) -> None:
@@ -274,7 +276,16 @@ class VLLMEngine(arguments.VLLMSettings):
         self._held.clear()
         self._inside.clear()
         if self._can_sleep and not self._apart and not self.ends_with_process:
-            guest.wake_before_close(self._engine)
+            # When a sleeping engine is freed, vLLM's allocator unmaps its memory a second time. The
+            # driver's error persists and makes the first allocation of the next engine fail.
+            try:
+                self._engine.wake_up()
+            except RuntimeError as error:
+                warnings.warn(
+                    f"The sleeping vLLM could not be woken before it was closed ({error}): another "
+                    "one will not start in this process.",
+                    stacklevel=2,
+                )
         if self._meeting_place is not None:
             Path(self._meeting_place).unlink(missing_ok=True)
         self._engine.engine_core.shutdown()
@@ -304,8 +315,3 @@ class _Held:
     """vLLM's id for it."""
     token_ids: "array[int]" = field(default_factory=no_ids)
     logprobs: "array[float]" = field(default_factory=no_floats)
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens of prompt and prefix."""
-        return len(self.request.prompt_ids) + len(self.request.prefix_ids)

@@ -21,7 +21,7 @@ from torch import Tensor
 from lit_rlsched.engines import _vllm_guest as guest
 from lit_rlsched.engines._vllm_worker import gpu_of, open_group
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.engines.child import ReplacedEngine
+from lit_rlsched.engines.child import OtherProcess
 from lit_rlsched.engines.spec import EngineDied, EngineSpec, Weights
 from lit_rlsched.engines.weights import (
     HandedWeights,
@@ -70,7 +70,7 @@ class WeightTransfer(WeightsStore):
     sent one message for it. An engine that dies ends the run.
     """
 
-    def __init__(self, spec: EngineSpec, engines: Sequence[ReplacedEngine]) -> None:
+    def __init__(self, spec: EngineSpec, engines: Sequence[OtherProcess]) -> None:
         self._engines, self._device = engines, spec.device
         self._setting = f"`{type(engines[0]).__name__}(weight_transfer='nccl')`"
         if spec.device.type != "cuda":

@@ -142,19 +142,16 @@ class ObjectStore(WeightsStore):
 def rounded(named_tensors: Weights, dtype: torch.dtype | None) -> Iterator[Named]:
     """Round tensors as `WeightsStore.write` says."""
     for name, tensor in named_tensors:
-        if dtype is not None and _may_be_rounded(name, tensor, dtype):
-            tensor = tensor.detach().to(dtype)
+        if dtype is not None and tensor.is_floating_point() and tensor.ndim > 1:
+            wider = tensor.element_size() > dtype.itemsize
+            if wider and not {"gate", "router"} & {*name.split(".")}:
+                tensor = tensor.detach().to(dtype)
         yield name, tensor
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
     """Return the content of a tensor as an array of bytes."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def _may_be_rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
-    return wider and tensor.ndim > 1 and not {"gate", "router"} & {*name.split(".")}
 
 
 BUCKET = 2**30

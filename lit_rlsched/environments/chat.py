@@ -114,12 +114,9 @@ class ToolChat:
         return message, calls
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(
-            list(ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
-        return text
 
     def ends(self, token: int) -> bool:
         """Return whether a token ends a turn where it is drawn."""
@@ -143,7 +140,11 @@ class ToolChat:
         self, messages: Sequence[Mapping[str, Any]], room: int, row: Mapping[str, Any] = _NO_COLUMNS
     ) -> list[int] | None:
         """Return the tokens of replies, and of the beginning of the next turn."""
-        messages = [{**each, "content": self._readable(each["content"])} for each in messages]
+        messages = copies = [{**each} for each in messages]
+        for message in copies:
+            if not isinstance(content := message["content"], str):
+                whole = self._shows_parts if are_text(content) else self._shows_lists
+                message["content"] = content if whole else content_text(content)
         if sum(len(str(message["content"])) for message in messages) > room * self._longest_token:
             return None
         # some templates take the name of a reply from its call, which they find by its id
@@ -159,12 +160,6 @@ class ToolChat:
     def text_of(self, content: str | list[Any]) -> str:
         """Return the content of a reply as text, as near to what the template makes of it."""
         return str(content) if self._shows_lists else content_text(content)
-
-    def _readable(self, content: str | list[Any]) -> str | list[Any]:
-        if isinstance(content, str):
-            return content
-        whole = self._shows_parts if are_text(content) else self._shows_lists
-        return content if whole else content_text(content)
 
     @cached_property
     def _shows_parts(self) -> bool:
@@ -187,10 +182,7 @@ class ToolChat:
         return all(mark in text for mark in marks)
 
     def opening(
-        self,
-        prompt: Sequence[Mapping[str, Any]],
-        schemas: Sequence[Any],
-        row: Mapping[str, Any],
+        self, prompt: Sequence[Mapping[str, Any]], schemas: Sequence[Any], row: Mapping[str, Any]
     ) -> list[int]:
         """Return the tokens of a prompt, to whose last message an observation was added."""
         given = tool_arguments({**row, "prompt": prompt}, self._settings, schemas)
@@ -200,20 +192,17 @@ class ToolChat:
         self,
         messages: Sequence[Mapping[str, Any]],
         row: Mapping[str, Any] = _NO_COLUMNS,
-        add_generation_prompt: bool = False,
-        **tools: Any,
+        **more: Any,
     ) -> list[int]:
-        """Return the tokens of a chat, without tools unless they are given."""
+        """Return the tokens of a chat, without tools or a next turn unless `more` has them."""
         given = tool_arguments({**row, "prompt": messages}, self._settings, ())
         given = {name: value for name, value in given.items() if name not in (*ENDS, "tools")}
-        given["add_generation_prompt"] = add_generation_prompt
-        return self._render(messages, {**given, **tools})
+        return self._render(messages, {**given, "add_generation_prompt": False, **more})
 
     def _render(self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> list[int]:
-        ids: list[int] = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=False, **given
         )
-        return ids
 
     def _to_end(self, ids: list[int]) -> list[int]:
         """Return the tokens of a chat up to the end of its last turn, as a completion ends."""
@@ -240,12 +229,12 @@ class ToolChat:
             text = self._tokenizer.decode(self._ids(chat))
         except Exception as error:  # what a template raises has many types
             why = f"fails ({type(error).__name__}: {error}) at"
-        if missing := [part for part in parts if part not in text]:
-            what = dict(zip(parts, ("name", "argument", "argument", "reply"), strict=True))
+        words = zip(parts, ("name", "argument", "argument", "reply"), strict=True)
+        if missing := [word for part, word in words if part not in text]:
             raise UsageError(
-                f"{self._name} {why} the {what[missing[0]]} of a tool call. Use a model that was "
-                "trained for tools, or set a `chat_template` that renders `tool_calls` and "
-                "messages of the role `tool`."
+                f"{self._name} {why} the {missing[0]} of a tool call. Use a model that was trained "
+                "for tools, or set a `chat_template` that renders `tool_calls` and messages of the "
+                "role `tool`."
             )
 
     def _check_appends(self) -> bool:

@@ -27,10 +27,8 @@ class OpenEnv:
     """The session of a completion at a server; `openenv` makes subclasses with a tool."""
 
     url = ""
-
-    def __init__(self) -> None:
-        self._socket: Any = None
-        self._total, self._done, self._lost = 0.0, False, False
+    _socket: Any = None
+    _total, _done, _lost = 0.0, False, False
 
     def reset(self, seed: int | None = None, **row: Any) -> str:
         """Begin an episode; the server gets the columns of the row that its `reset` names."""

@@ -77,14 +77,17 @@ class Environments:
         ['add']
     """
 
-    def __init__(
-        self,
-        tools: Sequence[Tool | str] | None = None,
-        factory: Any = None,
-    ) -> None:
-        self.tools = {name: tool for name, tool in map(_named_tool, tools or ())}
-        if len(self.tools) < len(tools or ()):
-            names = [_named_tool(tool)[0] for tool in tools or ()]
+    def __init__(self, tools: Sequence[Tool | str] | None = None, factory: Any = None) -> None:
+        functions = [imported(tool, "tools", "my_tools.add") for tool in tools or ()]
+        for tool in functions:
+            if not inspect.isroutine(tool):
+                raise UsageError(
+                    f"`tools` has {tool!r}, which is not a function. Give functions with types and "
+                    "a docstring, or their import paths."
+                )
+        names = [str(tool.__name__) for tool in functions]
+        self.tools: dict[str, Tool] = dict(zip(names, functions, strict=True))
+        if len(self.tools) < len(names):
             raise UsageError(
                 f"`tools` has two functions of one name: {sorted(names)}. Calls go by the name: "
                 "rename one."
@@ -98,6 +101,8 @@ class Environments:
         self.by_name = {
             name: self._environment(name, each, schemas) for name, each in factories.items()
         }
+        self.has_objects = bool(self._kinds)
+        """Whether each completion has an object, and not tools alone."""
 
     def _environment(
         self, name: str | None, factory: Any, schemas: tuple[dict[str, Any], ...]
@@ -135,19 +140,8 @@ class Environments:
         named = inspect.signature(members["reset"]).parameters
         own = tuple(_schema(members[m], f"`{kind.__name__}.{m}`") for m in methods)
         return Environment(
-            name,
-            factory,
-            schemas + own,
-            tuple(methods),
-            "seed" in named,
-            keeps,
-            "prompt" in named,
+            name, factory, schemas + own, tuple(methods), "seed" in named, keeps, "prompt" in named
         )
-
-    @property
-    def has_objects(self) -> bool:
-        """Whether each completion has an object, and not tools alone."""
-        return bool(self._kinds)
 
     @property
     def rewards(self) -> list[Reward]:
@@ -170,16 +164,6 @@ class Environments:
         return self.by_name[name]
 
 
-def _named_tool(tool: Tool | str) -> tuple[str, Tool]:
-    tool = imported(tool, "tools", "my_tools.add")
-    if not inspect.isroutine(tool):
-        raise UsageError(
-            f"`tools` has {tool!r}, which is not a function. Give functions with types and a "
-            "docstring, or their import paths."
-        )
-    return str(tool.__name__), tool
-
-
 def _schema(tool: Tool, what: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
@@ -191,3 +175,16 @@ def _schema(tool: Tool, what: str) -> dict[str, Any]:
             "the function a Google-style docstring that describes it and each argument."
         ) from None
     return schema
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """What completions may call, and how it is run."""
+
+    environments: Environments
+    max_tool_calling_iterations: int | None = None
+    workers: int = 1
+    timeout: float = 60.0
+    """Seconds that a tool may take."""
+    max_sessions: int | None = None
+    tool_steps: int | None = None

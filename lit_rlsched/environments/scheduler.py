@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,9 @@ def checked(what: str, result: Any, failure: Any) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class EnvSession:
+    """The session of a completion, as the trainer sees it."""
+
     key: Hashable
     number: int
     """Its name in the worker."""
@@ -90,9 +93,9 @@ class EnvironmentWorker(Worker):
         super().__init__(*given)
         self.asked: float | None = None
         """When it was asked whether it still listens, because an answer is late."""
-        self.sessions: dict[int, _Session] = {}
+        self.sessions: dict[int, EnvSession] = {}
 
-    def takes(self, session: _Session) -> bool:
+    def takes(self, session: EnvSession) -> bool:
         """Return whether it can open this session now."""
         if session.alone or any(other.alone for other in self.sessions.values()):
             return self.ready and not self.sessions
@@ -133,14 +136,16 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         super().__init__()
         self.environments = environments
         self._rewards = rewards
+        self.scores = rewards is not None and bool(rewards.of_environments)
+        """Whether reward functions are called with environments."""
         self.timeout = timeout
         self._num_workers = workers
         self._most = math.inf if max_sessions is None else max_sessions
         self._env_vars = env_vars
-        self._sessions: dict[Hashable, _Session] = {}
+        self._sessions: dict[Hashable, EnvSession] = {}
         self._suspects: set[Hashable] = set()
         """Keys of sessions that may have ended a worker."""
-        self._numbers = 0
+        self._numbers = count(1)
 
     @property
     def pending(self) -> int:
@@ -158,15 +163,14 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         if self._pools:
             return
         kinds, rewards = self.environments.by_name, self._rewards
-        made = ((name, kind.factory) for name, kind in kinds.items() if kind.factory is not None)
-        named: list[tuple[str, str | None, Any]] = [
-            *(("tool", name, tool) for name, tool in self.environments.tools.items()),
-            *(("environment", name, factory) for name, factory in made),
-        ]
         loads: list[tuple[str, Any, bytes]] = []
-        for what, name, one in named:
-            called = f"The {what} `{name or getattr(one, '__name__', one)}`"
-            loads.append((f"The {what} {name}", (what, name), pickled(called, one)))
+        for tool, function in self.environments.tools.items():
+            sent = pickled(f"The tool `{tool}`", function)
+            loads.append((f"The tool {tool}", ("tool", tool), sent))
+        for name, kind in kinds.items():
+            if (made := kind.factory) is not None:
+                sent = pickled(f"The environment `{name or getattr(made, '__name__', made)}`", made)
+                loads.append((f"The environment {name}", ("environment", name), sent))
         if rewards is not None:
             loads += [rewards.loaded(index) for index in rewards.of_environments]
         setup = {
@@ -185,9 +189,8 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         """Begin a session; the answer is the observation of `reset`, or None."""
         assert key not in self._sessions, f"{key} is open"
         self.start()
-        self._numbers += 1
-        opening = (name, dict(columns), state)
-        session = _Session(key, self._numbers, opening, key in self._suspects, waits_for="open")
+        opening, alone = (name, dict(columns), state), key in self._suspects
+        session = EnvSession(key, next(self._numbers), opening, alone, waits_for="open")
         self._sessions[key] = session
         self._pools[0].queue.append(session)
         self._feed()
@@ -195,11 +198,6 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
     def call(self, key: Hashable, calls: Sequence[tuple[str, Any]]) -> None:
         """Call tools; the answer has name, reply and failure of each call."""
         self._ask(self._sessions[key], "call", list(calls))
-
-    @property
-    def scores(self) -> bool:
-        """Whether reward functions are called with environments."""
-        return self._rewards is not None and bool(self._rewards.of_environments)
 
     def needs_another_to_end(self, key: Hashable) -> bool:
         """Whether a session may wait for a worker until others end, as some are opened alone."""
@@ -231,7 +229,9 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             session.worker.send(("close", session.number))
         self._feed()
 
-    def _ask(self, session: _Session, what: str, *given: Any, seconds: float | None = None) -> None:
+    def _ask(
+        self, session: EnvSession, what: str, *given: Any, seconds: float | None = None
+    ) -> None:
         assert session.worker is not None and session.waits_for is None
         session.timeout = seconds or self.timeout
         session.waits_for, session.deadline = what, time.monotonic() + session.timeout + GRACE
@@ -240,7 +240,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
     def _feed(self) -> None:
         """Give waiting sessions a worker, in their order."""
         for pool in self._pools:
-            later: deque[_Session] = deque()
+            later: deque[EnvSession] = deque()
             while pool.queue and self.open_sessions < self._most:
                 session = pool.queue.popleft()
                 usable = [worker for worker in pool.workers if worker.takes(session)]
@@ -255,53 +255,36 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
 
     def poll(self) -> list[Answer]:
         """Return the answers that have come since the last call."""
-        self.turn()
-        answers: list[Answer] = self._came
-        self._came = []
+        self.serve()
+        answers, self._came = self._came, []
         return answers
 
-    def _overdue(self, pool: Pool[EnvironmentWorker], worker: EnvironmentWorker) -> None:
+    def _overdue(self, worker: EnvironmentWorker) -> None:
         now = time.monotonic()
         if worker.asked is None:
             worker.asked = now
             worker.send(("ping", 0))
         else:  # code that holds Python's lock may be that of any call
             late = (s.late for s in worker.sessions.values() if s.deadline <= now)
-            self._replace(pool, worker, next(late, "timeout: it does not listen"))
+            self._replace(worker, next(late, "timeout: it does not listen"))
 
-    def _received(
-        self,
-        pool: Pool[EnvironmentWorker],
-        worker: EnvironmentWorker,
-        kind: str,
-        fields: list[Any],
-    ) -> None:
-        if kind == "answer":
-            self._take(pool, worker, *fields)
-        elif kind == "pong":
+    def _received(self, worker: EnvironmentWorker, kind: str, fields: list[Any]) -> None:
+        if kind == "pong":
             worker.asked, now = None, time.monotonic()
             if late := {n: s.late for n, s in worker.sessions.items() if s.deadline <= now}:
-                self._replace(pool, worker, to_blame=late)
-        else:
+                self._replace(worker, to_blame=late)
+            return
+        if kind != "answer":
             raise BadMessage(f"`{kind}`, which is of other workers")
-
-    def _take(
-        self,
-        pool: Pool[EnvironmentWorker],
-        worker: EnvironmentWorker,
-        number: int,
-        result: Any,
-        failure: str | None,
-        state: str,
-    ) -> None:
+        number, result, failure, state = fields
         session = worker.sessions.get(number)
         if session is None or session.waits_for is None:
             return
         result = checked(session.waits_for, result, failure)
-        pool.deaths.clear()
+        worker.pool.deaths.clear()
         what, session.waits_for, session.deadline = session.waits_for, None, math.inf
         if session.key is not None and failure is not None and failure.startswith("out_of_memory"):
-            self._replace(pool, worker, to_blame={number: failure})  # it may still hold the memory
+            self._replace(worker, to_blame={number: failure})  # it may still hold the memory
             return
         if session.key is not None:
             self._came.append(self._answer(session.key, what, result, failure, str(state)))
@@ -321,11 +304,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         return Answer(key, what, result, failure, state)
 
     def _settle(
-        self,
-        pool: Pool[EnvironmentWorker],
-        worker: EnvironmentWorker,
-        to_blame: Mapping[int, str] | None,
-        why: str,
+        self, worker: EnvironmentWorker, to_blame: Mapping[int, str] | None, why: str
     ) -> bool:
         working = [s for s in worker.sessions.values() if s.waits_for is not None]
         if to_blame is None and len(working) == 1:

@@ -1,5 +1,10 @@
 """Score completions: reward functions in processes that may crash, and judges.
 
+`RewardScheduler` gets a completion once it is finished, calls each function in a worker, and
+returns the scores with `poll`, in any order. A function that raises, hangs or dies gives no score,
+which is counted by name. Judges ask another model over HTTP. Golds of
+known data sets are read from their rows.
+
 Imports `types`, `_lazy`, `settings`, `text`, `processes`, `workers`.
 """
 

@@ -163,8 +163,7 @@ def import_reasoning_gym() -> Any:
 @functools.cache
 def verifier_of(task: str) -> Callable[..., float]:
     """Return `score_answer` of the data set."""
-    verifier: Callable[..., float] = import_reasoning_gym().get_score_answer_fn(task)
-    return verifier
+    return import_reasoning_gym().get_score_answer_fn(task)
 
 
 def review_of(task: object) -> Review:

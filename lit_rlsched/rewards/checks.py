@@ -6,6 +6,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter
+from itertools import count
 from typing import Any
 
 from lit_rlsched.processes import worker_environment
@@ -116,10 +117,9 @@ def unique_names(functions: Sequence[Callable[..., Any]]) -> list[str]:
     names: list[str] = []
     for function in map(unwrap, functions):
         base = name = str(getattr(function, "__name__", type(function).__name__))
-        number = 2
+        numbers = count(2)
         while name in names:
-            name = f"{base}_{number}"
-            number += 1
+            name = f"{base}_{next(numbers)}"
         names.append(name)
     return names
 
@@ -129,14 +129,9 @@ def offered_arguments(function: Callable[..., Any]) -> set[str]:
 
     `finish_reasons` is also passed to a function with `**kwargs`; the others must be named.
     """
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     offered = parameters.keys() & {*OFFERED}
     return offered | {"finish_reasons"} if _takes_anything(parameters) else offered
-
-
-def names_argument(function: Callable[..., Any], argument: str) -> bool:
-    """Return whether the function has an argument of this name; `**kwargs` names none."""
-    return argument in _parameters(function)
 
 
 def check_columns(
@@ -148,7 +143,7 @@ def check_columns(
             f"The column {', '.join(f'`{given}`' for given in hidden)} of {at} would not reach any "
             "reward function: arguments of that name hold something else. Rename it."
         )
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     anything = _takes_anything(parameters)
     required = [
         *(p.name for p in parameters.values() if p.default is p.empty and p.kind not in _VARIADIC),
@@ -189,7 +184,7 @@ def code_of(function: Callable[..., Any]) -> str:
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, Parameter]:
     """Return a function's parameters; an unknown signature, as in C, counts as `**kwargs`."""
     try:
         return inspect.signature(function).parameters

@@ -128,8 +128,7 @@ def find_answer(text: str, choice: bool = False) -> list[Any]:
     targets = [mv.LatexExtractionConfig(boxed_match_priority=0), mv.ExprExtractionConfig()]
     if choice:
         targets.append(mv.StringExtractionConfig(CHOICES, False, lowercase=False))
-    found: list[Any] = mv.parse(text, extraction_config=targets, parsing_timeout=time_limit())
-    return found
+    return mv.parse(text, extraction_config=targets, parsing_timeout=time_limit())
 
 
 def choice_of(gold: object) -> str | None:
@@ -142,10 +141,7 @@ def _boxed(latex: str) -> list[Any]:
     import math_verify as mv
 
     config = mv.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    found: list[Any] = mv.parse(
-        rf"\boxed{{{latex}}}", extraction_config=[config], parsing_timeout=time_limit()
-    )
-    return found
+    return mv.parse(rf"\boxed{{{latex}}}", extraction_config=[config], parsing_timeout=time_limit())
 
 
 def _lost(value: Any, text: str) -> bool:

@@ -26,10 +26,6 @@ class Job:
     """Whether it must be the only job in its batch."""
     cancelled: bool = False
 
-    @property
-    def complete(self) -> bool:
-        return None not in self.results
-
     def todo(self, functions: Collection[int]) -> list[int]:
         """Return the `functions` that have not scored it."""
         return [index for index in functions if self.results[index] is None]
@@ -95,13 +91,10 @@ class RewardWorker(Worker):
 
     def at_fault(self) -> list[tuple[int, int]]:
         """Return the calls that may have been running, if they belong to one completion."""
-        if not self.begun:
-            return []
-        if self.calls:
+        if self.begun and self.calls:
             return [self.calls[0]]
-        if len({key for key, _ in self.coroutines}) == 1:
-            return sorted(self.coroutines)
-        return []
+        of_one = self.begun and len({key for key, _ in self.coroutines}) == 1
+        return sorted(self.coroutines) if of_one else []
 
 
 class ScoredJob(NamedTuple):
@@ -124,11 +117,9 @@ def scored(job: Job) -> ScoredJob:
     """Return the results of a complete job."""
     results = [result for result in job.results if result is not None]
     seconds, scores, failures, extras, logged = map(list, zip(*results, strict=True))
-    extra: dict[str, Any] = {}
-    for each in extras:
-        extra.update(each)
+    extra = {name: value for each in extras for name, value in each.items()}
     metrics: dict[str, list[float]] = {}
-    for each in filter(None, logged):
+    for each in logged:
         for name, values in each.items():
             metrics.setdefault(name, []).extend(values)
     return ScoredJob(job.id, scores, failures, seconds, extra, metrics)

@@ -161,12 +161,9 @@ class JudgeReward(RemembersInit):
             )
             raise _refusal("api_key_env", api_key_env, why)
         self.__name__ = name
-        self.model = model
-        self.base_url = base_url
-        self.api_key_env = api_key_env
-        self.max_retries = max_retries
+        self.model, self.base_url, self.api_key_env = model, base_url, api_key_env
+        self.max_retries, self.max_tokens = max_retries, max_tokens
         self.request_kwargs = request_kwargs or {}
-        self.max_tokens = max_tokens
         self._pattern = _compiled(score_pattern)
         self._range = lowest, highest
         self._template = template
@@ -181,6 +178,11 @@ class JudgeReward(RemembersInit):
         """Columns that the template names."""
         return sorted(self._columns)
 
+    @property
+    def env_vars(self) -> tuple[str, ...]:
+        """Environment variables that only this judge's workers see."""
+        return PROXIES if self.api_key_env is None else (self.api_key_env, *PROXIES)
+
     def check_row(self, columns: Mapping[str, Any]) -> None:
         """Refuse a row whose columns the question would not show."""
         if hidden := sorted(self._own_fields & columns.keys()):
@@ -190,11 +192,6 @@ class JudgeReward(RemembersInit):
             )
         if empty := sorted(name for name in self._columns if columns.get(name) is None):
             raise UsageError(f"{empty}, which `template` names, is None. Fill in or drop the row.")
-
-    @property
-    def env_vars(self) -> tuple[str, ...]:
-        """Environment variables that only this judge's workers see."""
-        return PROXIES if self.api_key_env is None else (self.api_key_env, *PROXIES)
 
     def warm_up(self) -> None:
         """Import OpenAI's client, which takes a second.
@@ -258,12 +255,11 @@ class JudgeReward(RemembersInit):
                 "has no column. Add it to every row, or double the braces."
             )
         texts = {**columns, "prompt": _shown(prompt), "completion": _shown(completion)}
-        fields = {
-            name: given
-            if isinstance(given, int | float)
-            else CONTROL_TOKENS.sub(_spelled, str(given))
-            for name, given in texts.items()
-        }
+        fields = {}
+        for name, given in texts.items():
+            if not isinstance(given, int | float):  # spaces between the letters of a token
+                given = CONTROL_TOKENS.sub(lambda it: " ".join("".join(it[0].split())), str(given))
+            fields[name] = given
         mark = f"{stable_hash(*map(str, texts.values())):016x}"
         return self._template.format(**fields, **self._settings, mark=mark)
 
@@ -354,11 +350,6 @@ class JudgeReward(RemembersInit):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the client, as each process opens its own."""
         return self.__dict__ | {"_client": None, "_loop": None}
-
-
-def _spelled(token: re.Match[str]) -> str:
-    """Return a token with spaces between its letters."""
-    return " ".join("".join(token[0].split()))
 
 
 def _refusal(field: str, value: object, why: str) -> UsageError:

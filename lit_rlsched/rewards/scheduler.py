@@ -1,5 +1,6 @@
 """Scoring of completions as they finish, outside the trainer's process."""
 
+import itertools
 import logging
 import math
 import os
@@ -21,8 +22,8 @@ from lit_rlsched.rewards.checks import (
     check_seen_by_tools,
     code_of,
     environment_of,
-    names_argument,
     offered_arguments,
+    parameters_of,
     unique_names,
 )
 from lit_rlsched.rewards.jobs import Job, RewardWorker, ScoredJob, scored
@@ -34,7 +35,6 @@ from lit_rlsched.workers.pool import (
     Pool,
     Result,
     Workers,
-    kind_of,
     machine_memory,
     packed_row,
     pickled,
@@ -54,7 +54,7 @@ class RewardScheduler(Workers[RewardWorker]):
     with lists of length one, so a score never depends on other completions that are scored at the
     same time.
 
-    The scheduler does nothing between calls: `poll`, `turn` and `wait` collect scores, send work
+    The scheduler does nothing between calls: `poll`, `serve` and `wait` collect scores, send work
     and kill overdue workers. Call one of them in every decode step.
 
     Args:
@@ -111,6 +111,8 @@ class RewardScheduler(Workers[RewardWorker]):
         """May be changed at any time; applies to jobs submitted afterwards."""
         self._functions = reward_funcs
         self._is_async = [is_async(function) for function in reward_funcs]
+        self.has_async = any(self._is_async)
+        """Whether a worker runs several calls at the same time, of coroutines."""
         self.offered = [offered_arguments(function) for function in reward_funcs]
         """Arguments besides TRL's that each function is called with."""
         self.num_workers = workers
@@ -118,21 +120,16 @@ class RewardScheduler(Workers[RewardWorker]):
         """Names of environment variables that all workers see besides the usual ones."""
         self._memory_limit = check_memory_limit(memory_limit)
         self._jobs: dict[Hashable, Job] = {}
-        self._submitted = 0
+        self._numbers = itertools.count()
         self._failures: Counter[str] = Counter()
         self.of_environments = {
             index: function
             for index, function in enumerate(reward_funcs)
-            if environments and names_argument(function, "environments")
+            if environments and "environments" in parameters_of(function)
         }
         """Functions by number that are called with the environment of a completion."""
         for index, function in self.of_environments.items():
             check_seen_by_tools(self.names[index], environment_of(function), self.env_vars)
-
-    @property
-    def has_async(self) -> bool:
-        """Whether a worker runs several calls at the same time, of coroutines."""
-        return any(self._is_async)
 
     @property
     def pending(self) -> int:
@@ -162,14 +159,10 @@ class RewardScheduler(Workers[RewardWorker]):
             for number, row in enumerate(rows):
                 first_rows.setdefault(tuple(row), number)
         for columns, number in first_rows.items():
-            self.check_row_columns(columns, f"row {number} of `{data}` (the first is 0)")
-
-    def check_row_columns(self, columns: Iterable[Any], at: str) -> None:
-        """Refuse what `check_columns` refuses, for one row; `at` says where it is."""
-        names = list(map(str, columns))
-        for index, function in enumerate(self._functions):
-            more = ["environments"] if index in self.of_environments else []
-            check_columns(function, self.names[index], [*names, *more], at)
+            at = f"row {number} of `{data}` (the first is 0)"
+            for index, function in enumerate(self._functions):
+                more = ["environments"] if index in self.of_environments else []
+                check_columns(function, self.names[index], [*map(str, columns), *more], at)
 
     def tokens_looked_for(self, tokens: Iterable[str]) -> list[str]:
         """Return the special tokens that a function is likely to look for."""
@@ -201,21 +194,12 @@ class RewardScheduler(Workers[RewardWorker]):
                 seen = frozenset(own - common.keys() | set(self.env_vars))
                 kinds.setdefault(seen, []).append(index)
         memory = self._memory_limit or machine_memory() // 2 // (self.num_workers * len(kinds))
-        self._begin(
-            *(
-                Pool(
-                    {
-                        "loads": [self.loaded(index) for index in indices],
-                        "is_async": self._is_async,
-                        "offered": self.offered,
-                        "memory_limit": memory,
-                    },
-                    worker_environment(variables),
-                    self.num_workers,
-                )
-                for variables, indices in kinds.items()
-            )
-        )
+        shared = {"is_async": self._is_async, "offered": self.offered, "memory_limit": memory}
+        pools: list[Pool[RewardWorker]] = []
+        for variables, indices in kinds.items():
+            setup = {"loads": [self.loaded(index) for index in indices], **shared}
+            pools.append(Pool(setup, worker_environment(variables), self.num_workers))
+        self._begin(*pools)
 
     def loaded(self, index: int) -> tuple[str, int, bytes]:
         """Return what a worker loads for a function: its name in messages, number and pickle."""
@@ -256,14 +240,10 @@ class RewardScheduler(Workers[RewardWorker]):
         if timeout is not None:
             check_ranges("RewardScheduler", {"timeout": timeout})
         self.start()
-        job = self._jobs[job_id] = Job(
-            key=self._submitted,
-            id=job_id,
-            payload=packed_row(prompt, completion, completion_ids, columns, trainer_state),
-            timeout=timeout or self.timeout,
-            results=[None] * len(self.names),
-        )
-        self._submitted += 1
+        payload = packed_row(prompt, completion, completion_ids, columns, trainer_state)
+        results: list[Result | None] = [None] * len(self.names)
+        job = Job(next(self._numbers), job_id, payload, timeout or self.timeout, results)
+        self._jobs[job_id] = job
         for index in self.of_environments:
             self._take(job, index, (given or {}).get(index, Result(0.0, None, None, {}, {})))
         for pool in self._pools:
@@ -271,7 +251,7 @@ class RewardScheduler(Workers[RewardWorker]):
 
     def poll(self) -> list[ScoredJob]:
         """Collect scores and return all jobs finished since the last call, in submission order."""
-        self.turn(0.0)
+        self.serve(0.0)
         finished, self._came = self._came, []
         for job in finished:
             del self._jobs[job.id]
@@ -323,47 +303,41 @@ class RewardScheduler(Workers[RewardWorker]):
                         batch.append(pool.queue.popleft())
                     worker.assign(batch, functions)
 
-    def _received(
-        self, pool: Pool[RewardWorker], worker: RewardWorker, kind: str, fields: list[Any]
-    ) -> None:
+    def _received(self, worker: RewardWorker, kind: str, fields: list[Any]) -> None:
         """Use the score of a call, or note that a batch has begun."""
         if kind == "score":
             key, index, stamp, *rest = fields
             result = Result.received(*rest)
             worker.ended((key, index), stamp)
-            pool.deaths.clear()
+            worker.pool.deaths.clear()
             self._take(worker.jobs[key], index, result)
             if result.failure is not None and result.failure.startswith("out_of_memory"):
                 worker.begun = False  # its next call is not to blame
-                self._replace(pool, worker)  # it may still hold the memory
+                self._replace(worker)  # it may still hold the memory
         elif kind == "begun" and worker.busy and not worker.begun:
             worker.begun = True
             worker.goes_on(fields[0])
         else:
             raise BadMessage(f"`{kind}` out of turn")
 
-    def _overdue(self, pool: Pool[RewardWorker], worker: RewardWorker) -> None:
+    def _overdue(self, worker: RewardWorker) -> None:
         """Kill a worker whose call takes too long."""
-        self._replace(pool, worker, f"timeout: killed after {worker.limit:g} s")
+        self._replace(worker, f"timeout: killed after {worker.limit:g} s")
 
     def _settle(
-        self,
-        pool: Pool[RewardWorker],
-        worker: RewardWorker,
-        to_blame: Mapping[tuple[int, int], str] | None,
-        why: str,
+        self, worker: RewardWorker, to_blame: Mapping[tuple[int, int], str] | None, why: str
     ) -> bool:
         """Fail the calls to blame for a worker's end, and queue the others again."""
         if to_blame is None:
             to_blame = dict.fromkeys(worker.at_fault(), why)
         for (key, index), failure in to_blame.items():
             self._take(worker.jobs[key], index, Result(None, None, failure, {}, {}))
-        functions = [index for _, index, _ in pool.setup["loads"]]
+        functions = [index for _, index, _ in worker.pool.setup["loads"]]
         for job in reversed(worker.jobs.values()):
             if not job.cancelled and job.todo(functions):
                 # one of several coroutines hung or crashed: next time each runs alone
                 job.alone = job.alone or (worker.begun and not worker.calls)
-                pool.queue.appendleft(job)
+                worker.pool.queue.appendleft(job)
         return bool(to_blame)
 
     def _take(self, job: Job, index: int, result: Result) -> None:
@@ -372,7 +346,7 @@ class RewardScheduler(Workers[RewardWorker]):
             return
         job.results[index] = result
         if result.failure is not None:
-            name, plural = self.names[index], FAILURE_KINDS[kind_of(result.failure)]
+            name, plural = self.names[index], FAILURE_KINDS[result.failure.partition(":")[0]]
             self._failures[f"rewards/{name}/{plural}"] += 1
             count = self._failures[f"rewards/{name}/{plural}"]
             if math.log10(count).is_integer():  # the 1st, 10th, 100th and so on
@@ -380,5 +354,5 @@ class RewardScheduler(Workers[RewardWorker]):
                     "reward function `%s` gave no score for a completion: %s [%s no. %d]",
                     *(name, result.failure, plural, count),
                 )
-        if job.complete:
+        if None not in job.results:
             self._came.append(job)

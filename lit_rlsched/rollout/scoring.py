@@ -1,10 +1,8 @@
 """From a finished completion's tokens to its scores."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
@@ -39,8 +37,6 @@ class Scorer:
         self.scores = scores
         self.version = 0
         """Policy version of the rollout."""
-        self.waits: list[tuple[float, float]] = []
-        """Start and end of each `wait`, until somebody takes them."""
         self._pending: dict[Hashable, tuple[Group, Completion]] = {}
         self._unscorable: list[tuple[Group, Completion]] = []
 
@@ -49,9 +45,9 @@ class Scorer:
         """Names of the reward functions."""
         return list(self.scheduler.names)
 
-    def turn(self) -> None:
+    def serve(self) -> None:
         """Let the reward scheduler handle what its workers have sent."""
-        self.scheduler.turn()
+        self.scheduler.serve()
 
     def failures(self) -> Counter[str]:
         """Return failures of reward functions since the run began: `rewards/<func>/*`."""
@@ -115,19 +111,20 @@ class Scorer:
             completion.failure = next((f"`{name}`: {why}" for name, why in failed if why), None)
             if completion.failure:  # the sum of the other scores would not compare with siblings'
                 completion.scores = [None] * len(job.scores)
-            completion.extra, completion.logged = printable(job.extra), printable(job.metrics)
+            completion.extra = job.extra and printable(job.extra)
+            completion.logged = job.metrics and printable(job.metrics)
             if self.timeouts is not None:
                 seconds = max((s for s in job.seconds if s is not None), default=0.0)
                 self.timeouts.observe(group.prompt.uid, seconds, completion.correct)
             yield group, completion
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until a score has arrived, at most `timeout` seconds."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until a score has arrived, at most `timeout` seconds; return whether it had to."""
         assert self.pending, "nothing to wait for"
-        if not self._unscorable:
-            began = time.monotonic()
-            self.scheduler.wait(timeout)
-            self.waits.append((began, time.monotonic()))
+        if self._unscorable:
+            return False
+        self.scheduler.wait(timeout)
+        return True
 
     def cancel(self, group: Group | None = None) -> None:
         """Forget the pending completions of a group, by default all of them."""
@@ -144,20 +141,19 @@ class Unscored:
     names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.waits: list[tuple[float, float]] = []
         self._finished: list[tuple[Group, Completion]] = []
 
     @property
     def pending(self) -> int:
         return len(self._finished)
 
-    def wait(self, timeout: float | None = None) -> None:
-        pass
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
 
     def submit(self, group: Group, completion: Completion) -> None:
         self._finished.append((group, completion))
 
-    def turn(self) -> None:
+    def serve(self) -> None:
         pass
 
     def poll(self) -> Iterator[tuple[Group, Completion]]:
@@ -174,27 +170,3 @@ class Unscored:
 
     def close(self) -> None:
         pass
-
-
-class EarlyStop(Protocol):
-    """Decides when a group needs no more completions."""
-
-    def waits(self, group: Group) -> bool:
-        """Return whether the group might stop once its pending scores are there."""
-
-    def stops(self, group: Group) -> bool:
-        """Return whether the scored completions are enough, so that the others are aborted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """Hooks through which scores affect a running round.
-
-    The loop blocks for scores that could change the next decode step, so the speed of reward
-    functions changes nothing that is drawn.
-    """
-
-    stop: EarlyStop | None = None
-    """Asked about a group that still decodes each time some of its completions finish."""
-    more: Callable[[Group], Group | None] | None = None
-    """Called with each complete group; may return another group to run in this round."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from lit_rlsched.data.messages import NO_PROMPT, RESET, ControlTokens
 from lit_rlsched.environments.chat import Call, ToolChat
-from lit_rlsched.environments.protocol import COLUMN, Environment, Environments
+from lit_rlsched.environments.protocol import COLUMN, Environment, ToolSettings
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.types import ENVIRONMENT, Completion, FinishReason, Group, Sample, stable_hash
 
@@ -60,25 +60,23 @@ class Turns:
 
     def __init__(
         self,
-        environments: Environments,
+        tools: ToolSettings,
         chat: ToolChat,
         scheduler: EnvironmentScheduler,
         seed: int,
         row: Callable[[Group, Completion], dict[str, Any]],
-        max_tool_calling_iterations: int | None = None,
-        tool_steps: int | None = None,
         timeout: Callable[[Group], float | None] = lambda group: None,
         control_tokens: ControlTokens | None = None,
     ) -> None:
-        self.tool_steps = tool_steps
-        self._environments = environments
+        self.tool_steps = tools.tool_steps
+        self._environments = tools.environments
         self._chat = chat
         self._scheduler = scheduler
         self._seed = seed
         self._row = row
         self._timeout = timeout
         self._control_tokens = control_tokens
-        self._most = max_tool_calling_iterations
+        self._most = tools.max_tool_calling_iterations
         self._turns: dict[str, _Turn] = {}
         """Completions with a session, by id."""
         self.counts: Counter[str] = Counter()
@@ -143,10 +141,10 @@ class Turns:
         if self.tool_steps is not None and turn.due is None:
             turn.due = self._now + self.tool_steps, next(self._places)
 
-    def begin_round(self, step: int) -> None:
-        """Count anew, from a decode step on."""
+    def begin_round(self) -> None:
+        """Count anew."""
         self.counts.clear()
-        self._step, self._skipped = step, 0
+        self._step = self._skipped = 0
         self._waited, self._noted = 0.0, time.perf_counter()
 
     def ended(self, sample: Sample, step: int | None = None) -> Next | None:

@@ -9,7 +9,7 @@ from torch import nn
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.text import percent
 from lit_rlsched.training.precision import trains_in_half
-from lit_rlsched.training.round import Round
+from lit_rlsched.training.round import NONFINITE, Round
 
 EQUAL_ROUNDS = 5
 """Number of rounds in a row in which all compared rewards are equal before a warning."""
@@ -89,6 +89,17 @@ class Advice:
                 f"(`frac_reward_zero_std`). {_WHAT_TO_DO}"
             )
         return self.once(**found)
+
+    def of_rewards(self, huge: Mapping[str, float]) -> list[str]:
+        """Return warnings about rewards that are too large, one of each reward function."""
+        return self.once(
+            **{
+                f"huge {name}": f"Reward function `{name}` gave {reward:.3g}, from which no finite "
+                f"advantage can be computed. This completion and others like it are left out of "
+                f"the update and counted in `dropped/{NONFINITE}`. Bound what the function returns."
+                for name, reward in huge.items()
+            }
+        )
 
     def once(self, **found: str | None) -> list[str]:
         """Return the warnings that were not given so far."""

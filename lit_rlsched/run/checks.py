@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.run.fsdp2 import FSDP2Strategy, is_sharded
-from lit_rlsched.scheduling.rollpacker import check_power_of_two
 from lit_rlsched.settings import UsageError, check_finite, check_name, check_template_kwargs
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.precision import check_precision
@@ -40,7 +39,7 @@ REFUSED_CALLBACKS: dict[str, str] = {
 }
 """Callbacks of Lightning that would do nothing or do harm, with the reason and what to use."""
 
-# Arguments of the data module and of the module.
+# Arguments of the data module.
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -90,16 +89,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_module_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse arguments of a `PolicyModule` that contradict each other."""
-    if settings["old_logprobs"] == "engine" and settings["loss_type"] == "rloo":
-        raise UsageError(
-            "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a whole "
-            "sequence to the engine's log-probs is unbounded. Use `old_logprobs='trainer'`, which "
-            "`importance_sampling_mode` corrects, or another loss type."
-        )
-
-
 # The data module with the Trainer, the module and the engine.
 
 
@@ -114,8 +103,7 @@ def check_trainer(trainer: Trainer) -> None:
         name = type(callback).__name__
         for why in filter(None, map(REFUSED_CALLBACKS.get, names)):
             raise UsageError(f"`{name}`: {why}.")
-        averages = {"WeightAveraging", "StochasticWeightAveraging"} & {*names}
-        if averages and is_sharded(trainer):
+        if {"WeightAveraging", "StochasticWeightAveraging"} & {*names} and is_sharded(trainer):
             raise UsageError(
                 f"`{name}`: it averages whole weights, and each process has a part of them. Use "
                 "`strategy='ddp'`."
@@ -192,30 +180,3 @@ def check_strategy(trainer: Trainer) -> None:
         raise UsageError(
             f"`Trainer(strategy=...)`: `{name}` is not supported with {several}. {fix}"
         )
-
-
-def check_parallelism(
-    engine: RolloutEngine, size: int, most: int, minimum: int, maximum: int
-) -> None:
-    """Refuse sizes that a `ParallelismPlanner` cannot choose from."""
-    name, engines = engine.name, len(engine.engines)
-    each = f" for each of {engines} engines" if engines > 1 else ""
-    fewer = ", use a smaller `num_engines`" if engines > 1 else ""
-    if most == 1:
-        raise UsageError(
-            f"`ParallelismPlanner` has nothing to choose{each}: `{name}` can split this model "
-            f"over one device of this node at most. Remove the callback{fewer}, or use "
-            "`VLLMEngine` on a node with more GPUs (on CPU: cores)."
-        )
-    if maximum > most:
-        raise UsageError(
-            f"`ParallelismPlanner({maximum=})`: the node's devices and the model's attention "
-            f"heads allow {most}{each}. Use {most}, or leave it out."
-        )
-    if not minimum <= size <= maximum:
-        raise UsageError(
-            f"`{name}(tensor_parallel_size={size})` is where `ParallelismPlanner` begins, and it "
-            f"chooses from {minimum} to {maximum}. Change the one or the other."
-        )
-    check_power_of_two(f"{name}(tensor_parallel_size={size})", size)
-    check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)

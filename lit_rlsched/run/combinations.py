@@ -19,7 +19,8 @@ Found = Mapping[str, Any] | None
 class Combination:
     """Two settings of which one rules out the other.
 
-    Names in braces in `first`, `second` and `words` stand for values that `found` returns.
+    In `first`, `second` and `words`, names in braces stand for values that `found` returns, for the
+    schedule `s` and for the facts `f`.
     """
 
     first: str
@@ -30,11 +31,8 @@ class Combination:
 
 def both(first: str, second: str, words: str) -> Combination:
     """A pair of callbacks that cannot work together."""
-
-    def found(_: Schedule, facts: RunFacts) -> Found:
-        return {} if {first, second} <= facts.callbacks else None
-
-    return Combination(f"`{first}`", f"`{second}`", words, found)
+    pair = {first, second}
+    return Combination(f"`{first}`", f"`{second}`", words, lambda _, f: when(pair <= f.callbacks))
 
 
 def when(applies: object, **values: Any) -> Found:
@@ -42,19 +40,18 @@ def when(applies: object, **values: Any) -> Found:
     return values if applies else None
 
 
-def _compares(schedule: Schedule, facts: RunFacts, applies: bool, **values: Any) -> Found:
+def _compares(schedule: Schedule, facts: RunFacts, applies: bool) -> Found:
     """The first setting that compares log-probs, and what for."""
-    needs = dict(schedule.compares_logprobs)
+    needs, of = dict(schedule.compares_logprobs), facts.settings.sampling
     if facts.trains and facts.learner.needs_engine_logprobs(off_policy=False):
         needs["`old_logprobs='engine'`"] = "tokens are trained against"
-    who = next(iter(needs), None)
-    return when(who and applies, compares=who, what=who and needs[who], **values)
-
-
-def _truncated(schedule: Schedule, facts: RunFacts) -> Found:
-    of = facts.settings.sampling
-    named = f"top_p={of.top_p}, top_k={of.top_k}, min_p={of.min_p}"
-    return _compares(schedule, facts, of.truncated, sampling=named)
+    who = next(iter(needs), "")
+    return when(
+        who and applies,
+        compares=who,
+        what=needs.get(who),
+        sampling=f"top_p={of.top_p}, top_k={of.top_k}, min_p={of.min_p}",
+    )
 
 
 def _too_few_prompts(schedule: Schedule, facts: RunFacts) -> Found:
@@ -63,7 +60,7 @@ def _too_few_prompts(schedule: Schedule, facts: RunFacts) -> Found:
     fit = prompts // size
     fix = f"Use {fit} or less, or a" if fit > 1 else "Leave it out, or use a"
     applies = facts.prompts is not None and most > max(1, fit)
-    return when(applies, n=most, drawn=most * size, prompts=prompts, use=fix)
+    return when(applies, drawn=most * size, prompts=prompts, use=fix)
 
 
 RULES = ("AsyncRollout", "RolloutWindow", "SortedBatching", "TailBatching")
@@ -100,8 +97,7 @@ COMBINATIONS: Sequence[Combination] = [
         "not yet: a completion has no turns while it is verified. Use "
         "`AsyncRollout(too_old='wait')`, or leave {who} out.",
         lambda s, f: when(
-            f.settings.tools and s.rule.verifies_from is not None,
-            who=_verifier(s, f),
+            f.settings.tools and s.rule.verifies_from is not None, who=_verifier(s, f)
         ),
     ),
     Combination("{one}", "{other}", ROUND_ENDS, _two_rules),
@@ -132,51 +128,44 @@ COMBINATIONS: Sequence[Combination] = [
         "nothing is preempted and `ParallelismPlanner` would only ever halve. Remove one of them.",
     ),
     Combination(
-        "{beside}",
-        "`engine={engine}`",
+        "{s.beside_update[0]}",
+        "`engine={f.settings.engine.name}`",
         "it needs an engine that decodes while the trainer computes, and this one does so only "
-        "when it is called. Use `engine=ProcessEngine({engine}(...))`.",
-        lambda s, f: when(
-            s.beside_update and not f.settings.engine.decodes_by_itself,
-            beside=s.beside_update and s.beside_update[0],
-            engine=f.settings.engine.name,
-        ),
+        "when it is called. Use `engine=ProcessEngine({f.settings.engine.name}(...))`.",
+        lambda s, f: when(s.beside_update and not f.settings.engine.decodes_by_itself),
     ),
     Combination(
         "{compares}",
-        "`engine={engine}`",
+        "`engine={f.settings.engine.name}`",
         "{what} the log-probs they were drawn with, and this engine gives none. Use `VLLMEngine` "
         "or `TransformersEngine`, or leave {compares} out.",
-        lambda s, f: _compares(s, f, not f.settings.engine.logprobs, engine=f.settings.engine.name),
+        lambda s, f: _compares(s, f, not f.settings.engine.logprobs),
     ),
     Combination(
         "{compares}",
         "`{sampling}`",
         "{what} log-probs of the whole distribution, and the engine's are of a truncated one. Use "
         "`top_p=1, top_k=0, min_p=0`, or leave {compares} out.",
-        _truncated,
+        lambda s, f: _compares(s, f, f.settings.sampling.truncated),
     ),
     Combination(
         "`SortedBatching`",
-        "`steps_per_round={n}`",
+        "`steps_per_round={f.settings.steps_per_round}`",
         "each of its rounds is one update. Use `steps_per_round=1` and "
         "`SortedBatching(update_prompts={prompts})`.",
         lambda s, f: when(
             isinstance(s.rule, SortedRound) and f.settings.steps_per_round > 1,
-            n=f.settings.steps_per_round,
             prompts=max(1, s.rule.update_prompts // f.settings.steps_per_round),
         ),
     ),
     Combination(
-        "`SortedBatching(max_staleness={most})`",
-        "`num_iterations={n}`",
-        "a round takes that many optimizer steps, so no completion could be resumed. Use {n} or "
-        "more, or `mode='on_policy'`.",
+        "`SortedBatching(max_staleness={s.rule.max_staleness})`",
+        "`num_iterations={f.settings.num_iterations}`",
+        "a round takes that many optimizer steps, so no completion could be resumed. Use "
+        "{f.settings.num_iterations} or more, or `mode='on_policy'`.",
         lambda s, f: when(
             isinstance(s.rule, SortedRound)
-            and 0 < (s.rule.max_staleness or 0) < f.settings.num_iterations,
-            most=s.rule.max_staleness,
-            n=f.settings.num_iterations,
+            and 0 < (s.rule.max_staleness or 0) < f.settings.num_iterations
         ),
     ),
     Combination(
@@ -188,24 +177,19 @@ COMBINATIONS: Sequence[Combination] = [
         ),
     ),
     Combination(
-        "`DownSampling(keep={keep})`",
-        "`num_generations={n}`",
-        "there are fewer. Use {n} or less, or more `num_generations`.",
-        lambda s, f: when(
-            s.selection and s.selection.keep > f.settings.num_generations,
-            keep=s.selection and s.selection.keep,
-            n=f.settings.num_generations,
-        ),
+        "`DownSampling(keep={s.selection.keep})`",
+        "`num_generations={f.settings.num_generations}`",
+        "there are fewer. Use {f.settings.num_generations} or less, or more `num_generations`.",
+        lambda s, f: when(s.selection and s.selection.keep > f.settings.num_generations),
     ),
     Combination(
-        "`DownSampling(early_stop=True, keep={n})`",
-        "`num_generations={n}`",
+        "`DownSampling(early_stop=True, keep={s.selection.keep})`",
+        "`num_generations={f.settings.num_generations}`",
         "every completion is needed. Keep fewer, or leave `early_stop` out.",
         lambda s, f: when(
             s.selection
             and s.selection.reward_range
-            and s.selection.keep == f.settings.num_generations,
-            n=f.settings.num_generations,
+            and s.selection.keep == f.settings.num_generations
         ),
     ),
     Combination(
@@ -216,48 +200,37 @@ COMBINATIONS: Sequence[Combination] = [
         lambda s, f: when(s.max_num_gen_batches > 1 and f.trains and not f.learner.needs_group),
     ),
     Combination(
-        "`DynamicSampling(max_num_gen_batches={n})`",
+        "`DynamicSampling(max_num_gen_batches={s.max_num_gen_batches})`",
         "`train_data` of {prompts} prompts",
         "a round may draw {drawn}. {use} lower `prompts_per_round`.",
         _too_few_prompts,
     ),
     Combination(
-        "`num_generations={n}`",
+        "`num_generations={f.settings.num_generations}`",
         "advantages that compare completions of a prompt",
         "use 2 or more (a baseline needs a second completion), or "
         "`GRPOModule(advantage='reinforce++')`, which needs none.",
-        lambda _, f: when(
-            f.trains and f.learner.needs_group and f.settings.num_generations < 2,
-            n=f.settings.num_generations,
-        ),
+        lambda _, f: when(f.trains and f.learner.needs_group and f.settings.num_generations < 2),
     ),
     Combination(
-        "`LengthPrediction(probe_tokens={probe})`",
-        "`max_completion_length={limit}`",
+        "`LengthPrediction(probe_tokens={s.probe_tokens})`",
+        "`max_completion_length={f.settings.sampling.max_completion_length}`",
         "that leaves nothing to predict. Use less, or 0 to predict from the prompt alone.",
-        lambda s, f: when(
-            (s.probe_tokens or 0) >= f.settings.sampling.max_completion_length,
-            probe=s.probe_tokens,
-            limit=f.settings.sampling.max_completion_length,
-        ),
+        lambda s, f: when((s.probe_tokens or 0) >= f.settings.sampling.max_completion_length),
     ),
     Combination(
         "`ParallelismPlanner`",
-        "`devices={n}`",
-        "it splits the engine over the node's devices, and the Trainer trains on {n} of them. "
-        "Remove the callback, or use `devices=1`.",
-        lambda _, f: when("ParallelismPlanner" in f.callbacks and f.ranks > 1, n=f.ranks),
+        "`devices={f.ranks}`",
+        "it splits the engine over the node's devices, and the Trainer trains on {f.ranks} of "
+        "them. Remove the callback, or use `devices=1`.",
+        lambda _, f: when("ParallelismPlanner" in f.callbacks and f.ranks > 1),
     ),
     Combination(
         "{who}",
-        "`{strategy}`",
+        "`{f.sharded}`",
         "tokens are verified with weights of earlier policy versions, which this strategy has only "
         "in parts. Use `strategy='ddp'`, `AsyncRollout(too_old='wait')`, or leave {who} out.",
-        lambda s, f: when(
-            f.sharded and s.rule.verifies_from is not None,
-            who=_verifier(s, f),
-            strategy=f.sharded,
-        ),
+        lambda s, f: when(f.sharded and s.rule.verifies_from is not None, who=_verifier(s, f)),
     ),
 ]
 """All combinations that are refused."""
@@ -269,14 +242,14 @@ def check(schedule: Schedule, facts: RunFacts) -> None:
         schedule.rule.check_enough(facts.prompts)
     for row in COMBINATIONS:
         if (values := row.found(schedule, facts)) is not None:
-            raise UsageError(f"{row.first} with {row.second}: {row.words}".format_map(values))
+            words = f"{row.first} with {row.second}: {row.words}"
+            raise UsageError(words.format(s=schedule, f=facts, **values))
 
 
 def warn(schedule: Schedule, facts: RunFacts) -> None:
     """Warn of tokens of earlier policies that nothing corrects."""
     stale, old = schedule.trains_on_stale, facts.module.get("old_logprobs")
-    rloo = facts.module.get("loss_type") == "rloo"
-    by_ratio = old == "engine" or (old is None and not rloo)
+    by_ratio = old == "engine" or (old is None and facts.module.get("loss_type") != "rloo")
     mode = facts.module.get("importance_sampling_mode")
     if stale and mode is None and not schedule.mask_stale_tokens and not by_ratio:
         told = "old_logprobs='trainer', " if old else ""
@@ -292,18 +265,21 @@ def combinations_as_markdown() -> str:
     """The table in `docs/explanation/architecture.md`."""
     lines = ["| setting | with | is refused |", "|---|---|---|"]
     for row in COMBINATIONS:
-        first, second, words = map(_shown, (row.first, row.second, row.words))
-        lines.append(f"| {first} | {second} | {words} |")
+        cells = [
+            re.sub(r"\{([^}]+)\}", lambda name: _SHOWN.get(name[1], "N"), text)
+            for text in (row.first, row.second, row.words)
+        ]
+        lines.append("".join(f"| {cell[:1].upper()}{cell[1:]} " for cell in cells) + "|")
     return "\n".join(lines)
 
 
 _SHOWN = {
-    "beside": "`AsyncRollout` or `StreamedTraining`",
+    "s.beside_update[0]": "`AsyncRollout` or `StreamedTraining`",
     "compares": "verified or stale tokens",
     "what": "they are compared with",
     "why": "the message says why",
-    "engine": "NAME",
-    "strategy": "FSDP2Strategy",
+    "f.settings.engine.name": "NAME",
+    "f.sharded": "FSDP2Strategy",
     "sampling": "top_p, top_k or min_p",
     "who": "a rule that verifies tokens",
     "rewards": "`DynamicSampling` or `DownSampling(early_stop=True)`",
@@ -312,8 +288,3 @@ _SHOWN = {
     "use": "Use less, or a",
 }
 """What the documentation shows in place of values; `N` for all others."""
-
-
-def _shown(text: str) -> str:
-    text = re.sub(r"\{(\w+)(?:!r)?\}", lambda m: _SHOWN.get(m[1], "N"), text)
-    return text[:1].upper() + text[1:]

@@ -1,7 +1,7 @@
 """FSDP2: each rank holds a part of every weight, gradient and optimizer state."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
@@ -136,15 +136,12 @@ def shard(model: nn.Module, mesh: Any) -> None:
     setattr(model, SHARDED_FORWARD, sharded)
 
 
-@contextmanager
-def gradient_sync(trainer: Trainer, sync: bool) -> Iterator[None]:
-    """Whether the backward passes inside average gradients over the ranks.
+def gradient_sync(trainer: Trainer, sync: bool) -> AbstractContextManager[Any]:
+    """Say for a block whether its backward passes average gradients over the ranks.
 
     Only DDP can skip it: with FSDP2 a rank has no room for whole gradients.
     """
     block = getattr(trainer.strategy, "block_backward_sync", None)
     if sync or block is None or trainer.world_size == 1 or is_sharded(trainer):
-        yield
-    else:
-        with block():
-            yield
+        return nullcontext()
+    return block()

@@ -68,12 +68,7 @@ def only_ask(trainer: Trainer, fits: bool) -> None:
         connector._sigterm_notifier_fn = lambda number, frame: ask_to_stop(connector)
     if fits:
         connector.requeue_signal = 0
-        connector._slurm_sigusr_handler_fn = lambda number, _: _ask_to_requeue(number, connector)
-
-
-def _ask_to_requeue(number: int, connector: Any) -> None:
-    connector.requeue_signal = number
-    ask_to_stop(connector)
+        connector._slurm_sigusr_handler_fn = lambda number, frame: ask_to_stop(connector, number)
 
 
 def is_requeued(trainer: Trainer) -> bool:
@@ -102,8 +97,10 @@ def was_requeued(trainer: Trainer) -> bool:
     return getattr(trainer._signal_connector, "was_requeued", False)
 
 
-def ask_to_stop(connector: Any) -> None:
-    """Note that a signal asks the run to stop."""
+def ask_to_stop(connector: Any, requeue_signal: int = 0) -> None:
+    """Note that a signal asks the run to stop, perhaps to be put back into SLURM's queue."""
+    if requeue_signal:
+        connector.requeue_signal = requeue_signal
     if hasattr(connector, "asked_to_stop"):
         connector.asked_to_stop = True
     else:
@@ -115,7 +112,7 @@ def asked_to_stop(trainer: Trainer) -> bool:
     return trainer.received_sigterm or getattr(trainer._signal_connector, "asked_to_stop", False)
 
 
-def heed(trainer: Trainer) -> None:
+def check_interrupt(trainer: Trainer) -> None:
     """Stop the run if a signal asked for it.
 
     Called where nothing is half done and Lightning does not look: between decode steps, while

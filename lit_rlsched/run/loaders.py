@@ -1,16 +1,19 @@
 """Loaders that the Trainer iterates over; each draws its rollouts when it is iterated."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lit_rlsched.rollout.hooks import RoundHooks
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.run.evaluation import Evaluated, check_scored, evaluate, never_correct
 from lit_rlsched.run.interrupts import begin_validation
-from lit_rlsched.run.trainer import fire
+from lit_rlsched.run.round_hooks import fire
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.types import Completion, Group
 
 
 class _Loader:
@@ -35,7 +38,7 @@ class Rounds(_Loader):
         return self._run.settings.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerStep]:
-        yield from self._run.optimizer_steps()
+        return self._run.optimizer_steps()
 
 
 class MicroBatches(_Loader):
@@ -85,19 +88,18 @@ class Evaluation:
         done, settings = count(1), run.settings.evaluation
         total = len(prompts) * (settings.num_generations + settings.greedy)
 
-        def tell(done: int) -> None:
-            fire(run.trainer, "on_evaluation_progress", done, total)
+        class Progress(RoundHooks):
+            def completion_ended(self, completion: Completion) -> None:
+                fire(run.trainer, "on_evaluation_progress", next(done), total)
 
-        tell(0)
+        def decode(groups: list[Group]) -> Generator[Group, None, None]:
+            rollout = Rollout(session, groups, version, None, Progress(), stage, held_out=True)
+            rollout.load_weights()
+            return rollout.decode()
+
+        fire(run.trainer, "on_evaluation_progress", 0, total)
         yield from evaluate(
-            prompts,
-            settings,
-            stage,
-            lambda groups: session.rollout(
-                groups, version, salt=stage, same_noise=True, watch=lambda _: tell(next(done))
-            ),
-            run.settings.rewards.weights,
-            self._check_accuracy,
+            prompts, settings, stage, decode, run.settings.rewards.weights, self._check_accuracy
         )
 
     def _check_accuracy(self, evaluated: Sequence[Evaluated]) -> None:

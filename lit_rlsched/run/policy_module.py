@@ -2,6 +2,7 @@
 
 import warnings
 from abc import abstractmethod
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -10,20 +11,15 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lit_rlsched.ranks import Team
-from lit_rlsched.run.checks import check_given_to, check_module_settings
+from lit_rlsched.run.checks import check_given_to
 from lit_rlsched.run.evaluation import EvaluationSteps
 from lit_rlsched.run.fsdp2 import gradient_sync, is_sharded, shard
-from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.interrupts import check_interrupt
 from lit_rlsched.run.same_ranks import await_ranks
 from lit_rlsched.run.saving.module_state import PolicyCheckpoints, without_base
 from lit_rlsched.run.saving.resuming import origin
 from lit_rlsched.run.trainer import StepMetrics
-from lit_rlsched.settings import (
-    KnownArguments,
-    UsageError,
-    arguments_checked,
-    check_name,
-)
+from lit_rlsched.settings import KnownArguments, UsageError, arguments_checked, check_name
 from lit_rlsched.training.advantages import mean_kl
 from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.logprobs import completion_logprobs
@@ -57,7 +53,6 @@ from lit_rlsched.training.optimizers import (
 from lit_rlsched.training.policy import load_policy, whole
 from lit_rlsched.training.precision import KeepsFloat32, load_dtype, to_like
 from lit_rlsched.training.shared_prefix import obstacle, row_cost
-from lit_rlsched.types import Group
 
 # Expected here: the policy stays in eval mode, because with dropout it differs from the engine's;
 # a checkpoint holds the weights after the step; validation is optional; predictions have a uid.
@@ -117,6 +112,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             (`docs/explanation/repetition.md`).
     """
 
+    hparams: Any
     kl_in_loss = True
     """Whether the KL is a term of the loss (GRPO) or subtracted from the reward (RLOO)."""
 
@@ -162,19 +158,16 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         self._total: Tensor | float = 0.0  # loss of the optimizer step so far
         self._figures = StepMetrics()
         self._origin: dict[str, Any] = {}
-        of_loss = ["loss_type", "epsilon", "epsilon_high", "delta", "beta"]
-        of_loss += ["importance_sampling_mode", "importance_sampling_clip_max"]
-        self._loss_settings: dict[str, Any] = {name: self.hparams[name] for name in of_loss}
-        if not self.kl_in_loss:
-            self._loss_settings["beta"] = 0.0
         ours = [cls for cls in type(self).__mro__ if issubclass(cls, PolicyModule)]
         with arguments_checked(type(self).__name__, ours, self.hparams):
             check_loss_settings(**self._loss_settings)
-            check_module_settings(self.hparams)
-
-    @property
-    def _hp(self) -> Any:
-        return self.hparams
+            if old_logprobs == "engine" and loss_type == "rloo":
+                raise UsageError(
+                    "`old_logprobs='engine'` with `loss_type='rloo'`: the importance ratio of a "
+                    "whole sequence to the engine's log-probs is unbounded. Use "
+                    "`old_logprobs='trainer'`, which `importance_sampling_mode` corrects, or "
+                    "another loss type."
+                )
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse Trainer arguments that our settings replace, and wait for ranks on other hosts."""
@@ -191,7 +184,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         """
         if self.model is not None:
             return
-        hp = self._hp
+        hp = self.hparams
         sharded = is_sharded(self._trainer)
         if hp.shared_prefix and sharded and self.trainer.world_size > 1:
             raise UsageError(
@@ -240,7 +233,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         super().on_fit_start()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        hp = self._hp
+        hp = self.hparams
         optimizer = make_adamw(
             self,
             is_fused(hp.optim, self.device.type),
@@ -252,24 +245,30 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         scheduler = with_schedule(optimizer, hp.lr_scheduler_type, hp.warmup_steps, steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]  # type: ignore[return-value]
 
+    @property
+    def _loss_settings(self) -> dict[str, Any]:
+        """The hyperparameters that `policy_loss` takes."""
+        names = signature(check_loss_settings).parameters
+        return {n: self.hparams[n] if n != "beta" or self.kl_in_loss else 0.0 for n in names}
+
     # The methods of `training.learner.Learner`, which documents them.
 
     @property
     def needs_reference(self) -> bool:
-        return self._hp.beta > 0
+        return self.hparams.beta > 0
 
     @property
     def skip_zero_advantage(self) -> bool:
-        return self._hp.beta == 0
+        return self.hparams.beta == 0
 
     @property
     def needs_group(self) -> bool:
         return True
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        if self._hp.old_logprobs is None:
-            return off_policy and self._hp.loss_type != "rloo"
-        return bool(self._hp.old_logprobs == "engine")
+        if self.hparams.old_logprobs is None:
+            return off_policy and self.hparams.loss_type != "rloo"
+        return bool(self.hparams.old_logprobs == "engine")
 
     @abstractmethod
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
@@ -277,7 +276,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
 
     def row_cost(self) -> RowCost | None:
         assert self.model is not None, "configure_model has not run"
-        if self._hp.shared_prefix is False or is_sharded(self._trainer) or obstacle(self.model):
+        if self.hparams.shared_prefix is False or is_sharded(self._trainer) or obstacle(self.model):
             return None
         return row_cost(self.model)
 
@@ -285,7 +284,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def score(self, batch: MicroBatch) -> dict[str, Tensor]:
         batch = batch.to(self.device)
         scores = {"old_logprobs": self._logprobs(self.model, batch)[0]}
-        if self.needs_reference and self._hp.lora_rank:
+        if self.needs_reference and self.hparams.lora_rank:
             with as_reference(self.model):
                 scores["ref_logprobs"] = self._logprobs(self.model, batch)[0]
         elif self.needs_reference:
@@ -305,7 +304,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         """Compute the micro-batch's share of the optimizer step's loss."""
         logp, entropy = self._logprobs(self.model, batch, entropy=True)
         inputs = batch.loss_inputs
-        if self._hp.loss_type == "bnpo":
+        if self.hparams.loss_type == "bnpo":
             inputs["step_tokens"] = batch.own_tokens
         drawn = None
         if self.needs_engine_logprobs(batch.off_policy):
@@ -315,7 +314,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         assert entropy is not None
         mask = batch.completion_mask
         if drawn is not None:  # metrics of how far the policy has moved
-            cap = self._hp.importance_sampling_clip_max
+            cap = self.hparams.importance_sampling_clip_max
             _, moved = rollout_correction(logp.detach(), drawn, mask.bool(), "token_mask", cap)
             output.metrics.update(moved)
         output.metrics["entropy"] = (entropy * mask).sum() / mask.sum().clamp(min=1)
@@ -323,8 +322,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             output.metrics["kl"] = mean_kl(batch.old_logp, batch.ref_logp, mask)
         return output
 
-    def on_round_start(self, plan: list[Group]) -> None:
-        """Free the gradients' memory for the rollout."""
+    def on_train_epoch_end(self) -> None:
+        """Free the gradients' memory for the next rollout."""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -344,7 +343,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         with self.trainer.precision_plugin.train_step_context():
             for batch in step:
                 if self._team.size == 1:
-                    heed(self.trainer)  # several ranks stop together, between two steps
+                    check_interrupt(self.trainer)  # several ranks stop together, between two steps
                 batch = batch.to(self.device)
                 with gradient_sync(self.trainer, sync and batch.is_last):
                     output = self.loss(batch)
@@ -363,13 +362,14 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
             self._add_nothing(step)
         self._accumulate(step, sync=True)
         if self._team.size > 1:
-            ours = float(self._total), self._figures.to("cpu")
+            sums = {name: value.cpu() for name, value in self._figures.sums.items()}
+            ours = float(self._total), sums, self._figures.weight
             self._total, self._figures = 0.0, StepMetrics()
-            for loss, figures in self._team.all_gather(ours):
+            for loss, sums, weight in self._team.all_gather(ours):
                 self._total += loss
-                self._figures.add(figures)
+                self._figures.add(sums, weight)
         if step.accumulated:  # parts that were divided by a provisional divisor
-            by = divides_by(self._hp.loss_type)
+            by = divides_by(self.hparams.loss_type)
             ratio = getattr(step.divisor, by) / max(1, getattr(step.totals, by))
             self._total *= ratio
             for parameter in self.parameters():
@@ -410,7 +410,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         norm = whole(torch.nn.utils.get_total_norm(grads)) if grads else torch.zeros(())
         check_gradient(self.trainer, norm, self._total)
         self.log("grad_norm", norm, batch_size=1)
-        if self._hp.gradient_clip_val is not None:
-            self.clip_gradients(optimizer, self._hp.gradient_clip_val, "norm")
+        if self.hparams.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self.hparams.gradient_clip_val, "norm")
         if self._skipped:  # with a gradient, even zero, momentum would move the weights
             self.zero_grad(set_to_none=True)

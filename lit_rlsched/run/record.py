@@ -4,6 +4,7 @@ import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,8 @@ class RunRecord:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all rows by those of a checkpoint, which may have none."""
-        for name in vars(self):
-            rows = getattr(self, name)
-            rows.clear()
-            rows.extend(dict(row) for row in state.get(name, ()))
+        for name, rows in vars(self).items():
+            rows[:] = [dict(row) for row in state.get(name, ())]
 
 
 def measured(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
@@ -114,9 +113,13 @@ def read_run(folder: Path) -> list[dict[str, float]]:
     for file in sorted(
         files, key=lambda path: [int(n) for n in re.findall(r"\d+", path.parts[-2])]
     ):
+        found = []
         with file.open(encoding="utf-8", newline="") as text:
-            found = [_numbers(row) for row in csv.DictReader(text)]
-        found = [row for row in found if ROUND in row and TIME in row]
+            for cells in csv.DictReader(text):
+                with suppress(ValueError, TypeError):  # a kill has cut it
+                    row = {name: float(value) for name, value in cells.items() if value}
+                    if ROUND in row and TIME in row:
+                        found.append(row)
         first = min((row[ROUND] for row in found if "reward" in row), default=math.inf)
         rows = [row for row in rows if row[ROUND] < first] + found
     rounds = [row for row in rows if "reward" in row]
@@ -125,11 +128,3 @@ def read_run(folder: Path) -> list[dict[str, float]]:
     for before, row in pairwise(rounds):
         row["seconds"] = row[TIME] - before[TIME]
     return rows
-
-
-def _numbers(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the figures of a row; none of a row that a kill has cut."""
-    try:
-        return {name: float(value) for name, value in row.items() if value}
-    except (ValueError, TypeError):
-        return {}

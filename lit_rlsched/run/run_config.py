@@ -132,11 +132,10 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Return the commit of the working directory's repository, with `-dirty` if it is changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         run = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return run.stdout.strip() or None
+        return run.stdout.strip() or None
+    return None
 
 
 def wandb_loggers(trainer: Trainer) -> Iterator[WandbLogger]:
@@ -151,8 +150,7 @@ def describe_runs(trainer: Trainer, engine: RolloutEngine) -> None:
     folder = Path(trainer.default_root_dir).absolute()
     for logger in wandb_loggers(trainer):
         run: Any = logger.experiment
-        named = logger._name is not None or "WANDB_NAME" in os.environ
-        if not named and folder != Path.cwd():
+        if logger._name is None and "WANDB_NAME" not in os.environ and folder != Path.cwd():
             run.name = full_name_of(folder)
         tags = (algorithm(trainer.lightning_module), *schedule(trainer), engine.name)
         run.tags = tuple(dict.fromkeys((*(run.tags or ()), *tags)))

@@ -48,14 +48,10 @@ def check_same(
 
 def check_same_weights(model: nn.Module) -> None:
     """Refuse ranks that have loaded other weights, before each keeps a part of its own."""
-
-    def all_gather(own: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        return found
-
     own = {"weights": fingerprint(model.state_dict())}
-    check_same(all_gather, own, "Copy the model's folder of rank 0 to every host.")
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (gethostname(), own))
+    check_same(lambda _: ranks, own, "Copy the model's folder of rank 0 to every host.")
 
 
 def check_same_checkpoint(team: Team, path: str | Path | None) -> None:
@@ -100,8 +96,18 @@ def await_ranks(trainer: Trainer) -> None:
     if trainer.num_nodes == 1 or dist.is_initialized():
         return
     waiting = _Waiting(trainer)
-    if trainer.global_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        waiting.check_port()  # torchrun has opened it already
+    opened = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    if trainer.global_rank == 0 and not opened:
+        _, port = waiting.leader  # another run may have it
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"`MASTER_PORT={port}` cannot be opened on {gethostname()} ({error}). Two runs on "
+                "one machine need two ports. Set another one on every machine of this run."
+            ) from None
     while trainer.global_rank > 0 and (why := waiting.obstacle()) is not None:
         if waiting.is_due and (message := waiting.overdue(why)) is not None:
             raise UsageError(message)
@@ -129,31 +135,18 @@ class _Waiting:
     def __init__(self, trainer: Trainer) -> None:
         strategy: Any = trainer.strategy
         environment = strategy.cluster_environment
-        host, port = self._leader = environment.main_address, environment.main_port
+        host, port = self.leader = environment.main_address, environment.main_port
         self._place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._trainer = trainer
         self._limit = getattr(strategy, "_timeout", None) or timedelta(minutes=30)
         self._began = self._said = time.monotonic()
 
-    def check_port(self) -> None:
-        """Refuse a port of rank 0 that cannot be opened: another run may have it."""
-        _, port = self._leader
-        try:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", port))
-        except (OSError, OverflowError) as error:
-            raise UsageError(
-                f"`MASTER_PORT={port}` cannot be opened on {gethostname()} ({error}). Two runs on "
-                "one machine need two ports. Set another one on every machine of this run."
-            ) from None
-
     def obstacle(self) -> str | None:
         """Say why rank 0 cannot be reached; `None`: it can."""
         try:
-            socket.create_connection(self._leader, timeout=5).close()
+            socket.create_connection(self.leader, timeout=5).close()
         except (socket.gaierror, UnicodeError) as error:
-            return f"`MASTER_ADDR={self._leader[0]}` is not known here ({error})"
+            return f"`MASTER_ADDR={self.leader[0]}` is not known here ({error})"
         except (OSError, OverflowError) as error:
             return f"nothing answers at {self._place} ({error})"
         return None

@@ -27,9 +27,8 @@ from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.combinations import check
 from lit_rlsched.run.fsdp2 import is_sharded
-from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.interrupts import check_interrupt
 from lit_rlsched.run.same_ranks import check_same_prompts
-from lit_rlsched.run.trainer import fire
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.settings import UsageError
 from lit_rlsched.text import kv_bytes_per_token
@@ -216,30 +215,37 @@ class Startup:
         check_float32(self.policy, type(trainer.lightning_module).__name__)
         self._warn(advice)
         settings.rewards.start()
-        scorer = Scorer(
-            settings.rewards, self.decode, schedule.timeouts, self._trainer_state, self._scored
+        progress = partial(
+            trainer_state,
+            trainer,
+            steps_per_round=settings.steps_per_epoch,
+            prompts_per_round=settings.prompts_per_round,
+            prompts=len(self.prompts.train),
         )
-        return RolloutSession(
+        scorer = Scorer(settings.rewards, self.decode, schedule.timeouts, progress, self._scored)
+        turns, sampling = self._turns(scorer), settings.sampling
+        probe_tokens = schedule.resolved_probe_tokens(sampling.max_completion_length)
+        checks = settings.verify_sync and settings.engine.logprobs
+        probe = self.prompts.first(2) if checks else ()
+        sync = WeightSync(
+            settings.engine,
+            self.spec,
+            self.policy_reader,
+            probe=probe,
+            temperature=sampling.temperature,
+        )
+        session = RolloutSession(
             settings.engine,
             self.spec,
             scorer,
-            WeightSync(
-                settings.engine,
-                self.spec,
-                self.policy_reader,
-                probe=self.prompts.first(2) if settings.verify_sync else (),
-                temperature=settings.sampling.temperature,
-            ),
+            sync,
             lambda: self.admission(self.spec),
             seed=settings.seed,
-            lengths=schedule.lengths,
-            probe_tokens=schedule.resolved_probe_tokens(settings.sampling.max_completion_length),
-            on_completion=partial(fire, trainer, "on_completion_end"),
-            on_group=partial(fire, trainer, "on_group_end"),
-            heed=lambda: heed(trainer),
-            turns=self._turns(scorer),
-            control_tokens=self._control_tokens,
         )
+        session.lengths, session.turns = schedule.lengths, turns
+        session.probe_tokens, session.control_tokens = probe_tokens, self._control_tokens
+        session.check_interrupt = lambda: check_interrupt(trainer)
+        return session
 
     def _turns(self, scorer: Scorer) -> Turns | None:
         """Start the workers of tools and environments, if there are some."""
@@ -256,13 +262,11 @@ class Startup:
         )
         scheduler.start()
         return Turns(
-            given.environments,
+            given,
             self._chat,
             scheduler,
             self._settings.seed,
             scorer.arguments,
-            given.max_tool_calling_iterations,
-            given.tool_steps,
             scorer.timeout,
             self._control_tokens,
         )
@@ -309,11 +313,6 @@ class Startup:
         found = special_tokens(self._tokenizer)
         tokens = [text for token, text in found.items() if token not in self._eos_token_ids]
         return self._settings.rewards.tokens_looked_for(tokens)
-
-    def _trainer_state(self, step: int) -> SimpleNamespace:
-        settings = self._settings
-        rounds = settings.steps_per_epoch, settings.prompts_per_round
-        return trainer_state(self._trainer, step, *rounds, len(self.prompts.train))
 
 
 def make_engine(engine: RolloutEngine | None, num_engines: int) -> RolloutEngine:

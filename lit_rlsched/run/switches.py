@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.protocol import Environments, ToolSettings
 from lit_rlsched.run.combinations import ROUND_ENDS, check, warn
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.settings import UsageError, plain
 from lit_rlsched.training.learner import PlainLearner
-from lit_rlsched.training.schedule import RunFacts, RunSettings, Schedule, Switch, ToolSettings
+from lit_rlsched.training.schedule import RunFacts, RunSettings, Schedule, Switch
 from lit_rlsched.types import Sampling
 
 
@@ -62,24 +62,20 @@ class EngineFacts:
     logprobs: bool
     decodes_by_itself: bool
 
-    @classmethod
-    def of(cls, engine: Any) -> "EngineFacts":
-        """Return the facts about an engine."""
-        return cls(**{field.name: getattr(engine, field.name) for field in fields(cls)})
 
-
+@dataclass(kw_only=True)
 class RecordedLearner(PlainLearner):
     """Answers as the module of a run did; it trains nothing."""
 
-    def __init__(self, needs_group: bool, obstacle: str | None, engine_logprobs: bool) -> None:
-        self.needs_group = needs_group
-        self._obstacle, self._engine_logprobs = obstacle, engine_logprobs
+    needs_group: bool
+    obstacle: str | None
+    engine_logprobs: bool
 
     def streaming_obstacle(self) -> str | None:
-        return self._obstacle
+        return self.obstacle
 
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
-        return self._engine_logprobs
+        return self.engine_logprobs
 
 
 OF_THE_RUN = ("ranks", "sharded", "automatic", "prompts")
@@ -97,7 +93,7 @@ def recorded(facts: RunFacts) -> dict[str, Any]:
     return {
         "tools": settings.tools is not None,
         "sampling": asdict(settings.sampling),
-        "engine": asdict(EngineFacts.of(settings.engine)),
+        "engine": {of.name: getattr(settings.engine, of.name) for of in fields(EngineFacts)},
         "learner": answers,
         "module": plain(facts.module),
         "callbacks": sorted(facts.callbacks),

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -47,8 +48,7 @@ class FitSettings:
         timeline: Callable[[], Timeline | None] = lambda: None,
     ) -> None:
         self._trainer = trainer
-        self._before: dict[str, Any] = {}
-        self._added: list[Callback] = []
+        self._undo = ExitStack()
         self._counting = False
         self.steps = _limited(trainer, steps_per_round)
         """Number of optimizer steps taken per round."""
@@ -58,6 +58,7 @@ class FitSettings:
         if isinstance(bar, RichProgressBar) and trainer.max_epochs == -1:
             # Lightning writes `Epoch 1/-2`
             bar._get_train_description = "Epoch {}".format  # type: ignore[method-assign]
+            self._undo.callback(lambda: vars(bar).pop("_get_train_description", None))
         if self.steps and trainer.lightning_module.automatic_optimization:
             check_accumulation(trainer)
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -93,21 +94,16 @@ class FitSettings:
     def undo(self) -> None:
         """Restore the Trainer's own settings; safe to call twice."""
         self.begin()
-        vars(self._trainer.progress_bar_callback or self).pop("_get_train_description", None)
-        for name, value in self._before.items():
-            setattr(self._trainer, name, value)
-        self._before = {}
-        for callback in self._added:
-            self._trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
-        self._added = []
+        self._undo.close()
 
     def _add(self, callback: Callback) -> None:
-        self._trainer.callbacks.insert(0, callback)  # type: ignore[attr-defined]
-        self._added.append(callback)
+        trainer: Any = self._trainer
+        trainer.callbacks.insert(0, callback)
+        self._undo.callback(lambda: trainer.callbacks.remove(callback))
 
     def _set(self, **settings: Any) -> None:
         for name, value in settings.items():
-            self._before[name] = getattr(self._trainer, name)
+            self._undo.callback(setattr, self._trainer, name, getattr(self._trainer, name))
             setattr(self._trainer, name, value)
 
 
@@ -128,26 +124,6 @@ def _limited(trainer: Trainer, steps: int) -> int:
             "`dropped/limit_train_batches`."
         )
     return left
-
-
-def fire_in_module(trainer: Trainer, hook: str, *args: Any) -> None:
-    """Call a rollout hook of the module only, on a rank that does not draw."""
-    module = trainer.lightning_module
-    if (method := getattr(module, hook, None)) is not None:
-        method(*args)
-
-
-def fire(trainer: Trainer, hook: str, *args: Any) -> None:
-    """Call a rollout hook of every callback that has it, then of the module."""
-    module = trainer.lightning_module
-    for owner in (*trainer.callbacks, module):  # type: ignore[attr-defined]
-        if (method := getattr(owner, hook, None)) is not None:
-            name = f"[{type(owner).__name__}].{hook}"
-            with trainer.profiler.profile(name):  # type: ignore[attr-defined]
-                if owner is module:
-                    method(*args)
-                else:
-                    method(trainer, module, *args)
 
 
 def log_now(
@@ -217,37 +193,26 @@ class StepMetrics:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weight = 0.0
+        self.sums: dict[str, Tensor] = {}
+        self.weight = 0.0
 
-    def update(self, metrics: dict[str, Tensor], weight: float) -> None:
+    def update(self, metrics: Mapping[str, Tensor], weight: float) -> None:
         """Add the metrics of one micro-batch with `weight` tokens."""
-        self._weight += weight
-        for name, value in metrics.items():
-            self._merge(name, value if _extreme(name) else value * weight)
+        weighted = {n: value if _extreme(n) else value * weight for n, value in metrics.items()}
+        self.add(weighted, weight)
 
-    def add(self, other: "StepMetrics") -> None:
-        """Add the micro-batches of another rank."""
-        self._weight += other._weight
-        for name, value in other._sums.items():
-            self._merge(name, value)
-
-    def _merge(self, name: str, value: Tensor) -> None:
-        add = _extreme(name) or torch.add
-        self._sums[name] = add(self._sums[name], value) if name in self._sums else value
-
-    def to(self, device: torch.device | str) -> "StepMetrics":
-        """Return a copy on another device."""
-        moved = StepMetrics()
-        moved._weight = self._weight
-        moved._sums = {name: value.to(device) for name, value in self._sums.items()}
-        return moved
+    def add(self, sums: Mapping[str, Tensor], weight: float) -> None:
+        """Add the sums of another rank."""
+        self.weight += weight
+        for name, value in sums.items():
+            add = _extreme(name) or torch.add
+            self.sums[name] = add(self.sums[name], value) if name in self.sums else value
 
     def compute(self) -> dict[str, Tensor]:
         """Return the metrics of the step; empty if there was no micro-batch."""
         return {
-            name: value if _extreme(name) else value / max(self._weight, 1.0)
-            for name, value in self._sums.items()
+            name: value if _extreme(name) else value / max(self.weight, 1.0)
+            for name, value in self.sums.items()
         }
 
 

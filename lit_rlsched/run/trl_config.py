@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, make_dataclass
 from enum import Enum
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import TrainingArguments
@@ -32,10 +32,9 @@ _WITHOUT_EFFECT = (
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps"),
     *("log_unique_prompts", "ddp_timeout", "ddp_find_unused_parameters", "pad_to_multiple_of"),
     *("num_completions_to_print", "vllm_max_model_length", "logging_strategy"),
-    *("logging_first_step", "average_tokens_across_devices", "skip_memory_metrics"),
+    *("logging_first_step", "average_tokens_across_devices", "skip_memory_metrics", "use_cache"),
     *("logging_nan_inf_filter", "log_on_each_node", "log_level_replica", "log_multimodal"),
     *("ds3_gather_for_generation", "eval_do_concat_batches", "include_num_input_tokens_seen"),
-    "use_cache",
 )
 """Settings that do not change what is trained: a warning names them."""
 _OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
@@ -120,7 +119,15 @@ class _Settings:
                 raise UsageError(f"`{type(self).__name__}({name}={value!r})`: {error}.") from error
         if not self._is_accepted(name, value):
             if name not in _WITHOUT_EFFECT:
-                self._refuse(name, value)
+                said = f"{name}={value!r}"
+                if name in _ENTRIES:
+                    entry, given = next(iter(_odd_entries(name, value).items()))
+                    said = f"{name}={{{entry!r}: {given!r}}}"
+                why = counterpart(name, lambda ours: f"`{ours}`")
+                raise UsageError(
+                    f"`{type(self).__name__}({said})` cannot be used here."
+                    f"{why or did_you_mean(name, _fields(type(self)))}"
+                )
             rank_zero_warn(f"`{name}` is without effect here; what is trained is the same.")
         vars(self)[name] = value
 
@@ -136,16 +143,6 @@ class _Settings:
         if value == default or (value in _OFF and default in _OFF) or value in _ALSO.get(name, ()):
             return True
         return name in _ENTRIES and not _odd_entries(name, value)
-
-    def _refuse(self, name: str, value: Any) -> NoReturn:
-        said = [f"{name}={value!r}"]
-        if name in _ENTRIES:
-            said = [f"{name}={{{n!r}: {v!r}}}" for n, v in _odd_entries(name, value).items()]
-        why = counterpart(name, lambda ours: f"`{ours}`")
-        raise UsageError(
-            f"`{type(self).__name__}({said[0]})` cannot be used here."
-            f"{why or did_you_mean(name, _fields(type(self)))}"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by their names."""

@@ -29,7 +29,8 @@ class History(Callback, Logger):
     name, version = "history", ""
 
     def __init__(self) -> None:
-        self.trainer: Trainer | None = None
+        self.trainer: Any = None
+        """The Trainer, once it is made."""
         self.entries: list[dict[str, float]] = []
         self.steps_per_pass: float = 0
         """Optimizer steps of a pass over the prompts, once it is known."""
@@ -40,7 +41,7 @@ class History(Callback, Logger):
     @property
     def save_dir(self) -> str | None:
         """Folder of the run."""
-        return None if self.trainer is None else self.trainer.default_root_dir
+        return self.trainer and self.trainer.default_root_dir
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Keep nothing: the settings are the script's."""
@@ -49,7 +50,7 @@ class History(Callback, Logger):
         """Add metrics to the entry of an optimizer step, from 1; a validation has its own."""
         figures = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         if any(name.startswith("val/") for name in figures):
-            self._add(with_their_names(figures), self._step)
+            self._add(with_their_names(figures), self.trainer.global_step)
         elif figures:
             self._add(figures, (step or 0) + 1)
 
@@ -59,10 +60,6 @@ class History(Callback, Logger):
         if last.get("step") != step or _ITS_NAME.intersection(last) != kind:
             self.entries.append({})
         self.entries[-1] |= {**figures, "epoch": self._epoch(step), "step": step}
-
-    @property
-    def _step(self) -> int:
-        return 0 if self.trainer is None else self.trainer.global_step
 
     def _epoch(self, step: int) -> float:
         return step / self.steps_per_pass if self.steps_per_pass else 0.0
@@ -95,18 +92,18 @@ class History(Callback, Logger):
         steps = self._steps - before
         loss = self._losses / max(1, self._steps)
         speed = speed_metrics("train", began, steps * completions, steps)
-        metrics = {**speed, "train_loss": loss, "epoch": self._epoch(self._step)}
-        self._add(metrics, self._step)
-        return TrainOutput(self._step, loss, metrics)
+        step = self.trainer.global_step
+        metrics = {**speed, "train_loss": loss, "epoch": self._epoch(step)}
+        self._add(metrics, step)
+        return TrainOutput(step, loss, metrics)
 
     def state(self, **settings: Any) -> TrainerState:
         """Return transformers' state of a trainer."""
         trainer = self.trainer
-        assert trainer is not None
         saving = (one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
         best = next((one for one in saving if one.best_model_score is not None), None)
         return TrainerState(
-            epoch=self._epoch(self._step),
+            epoch=self._epoch(trainer.global_step),
             global_step=trainer.global_step,
             max_steps=trainer.max_steps,
             log_history=self.entries,

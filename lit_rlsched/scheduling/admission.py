@@ -101,7 +101,7 @@ class CacheBudget:
     """Tokens of all requests together."""
     block: int = 1
     """Tokens of a block."""
-    lease: int = 128
+    quantum: int = 128
     """Tokens that a request may draw before it pauses, where others wait."""
 
     def blocks(self, tokens: int) -> int:
@@ -123,13 +123,13 @@ class CacheBudget:
 class Admission:
     """Decides which waiting requests an engine of `slots` slots starts in each step.
 
-    Requests that resume after a lease go first. Then come those that return from an environment,
+    Requests that resume after a quantum go first. Then come those that return from an environment,
     and requests with a `pause_at`: they probe, so they are short, and a length predictor needs
     their tokens. The others follow in `order`.
 
     With a `budget`, a request is admitted only if all running requests can never take more cache
     than the budget (the dynamic slots of Infinite Sampling, arXiv 2506.22950). To reserve less than
-    a whole completion, a request is admitted for a lease of some tokens, pauses, and waits again.
+    a whole completion, a request is admitted for a quantum of some tokens, pauses, and waits again.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Admission:
         """Forget what waits."""
         self._first: deque[Request] = deque()  # the last one to pause, the others, then probes
         self._waiting = WaitingQueue(self.order)
-        self._leased: set[str] = set()
+        self._with_quantum: set[str] = set()
         self._pushed, self._expected_tokens = 0, 0.0  # into `_waiting`; their contexts at the end
 
     def __len__(self) -> int:
@@ -159,8 +159,8 @@ class Admission:
 
     def push(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            if request.id in self._leased:
-                self._leased.remove(request.id)
+            if request.id in self._with_quantum:
+                self._with_quantum.remove(request.id)
                 self._first.appendleft(request)  # its cache is the last to be overwritten
             elif request.pause_at is not None or request.returns:
                 self._first.append(request)
@@ -192,7 +192,7 @@ class Admission:
             whole = request = self._first[0] if self._first else self._waiting.peek(slot)
             if (budget := self.budget) is not None:
                 short = budget.cost(whole) * min(len(self), len(self._free)) > room
-                pause_at = len(whole.prefix_ids) + budget.lease
+                pause_at = len(whole.prefix_ids) + budget.quantum
                 if short and self.refill == "continuous" and pause_at < whole.limit:
                     request = replace(whole, pause_at=pause_at)
                 room -= budget.cost(request)
@@ -203,7 +203,7 @@ class Admission:
             else:
                 self._waiting.pop(slot)
             if request.limit < whole.limit:
-                self._leased.add(request.id)
+                self._with_quantum.add(request.id)
             self._running[request.id] = request, heapq.heappop(self._free)
             admitted.append(request)
         return admitted
@@ -216,7 +216,7 @@ class Admission:
         if self.budget is None or not self._pushed:
             return loads
         # requests planned for a slot that memory never allows would wait until the end
-        usual = self._expected_tokens // self._pushed + self.budget.lease
+        usual = self._expected_tokens // self._pushed + self.budget.quantum
         used = 1 + max((slot for _, slot in self._running.values()), default=0)
         return loads[: max(used, int(self.budget.tokens // usual))]
 
@@ -224,13 +224,13 @@ class Admission:
         """Remove these requests if they wait."""
         self._waiting.discard(request_ids)
         self._first = deque(r for r in self._first if r.id not in request_ids)
-        self._leased -= set(request_ids)
+        self._with_quantum -= set(request_ids)
 
 
 DEFAULT_SLOTS = 256
 """vLLM's default on a CPU and on most GPUs, where more slots hardly raise the throughput."""
-LEASES = 8
-"""Leases of a completion of the maximum length. More leases let more completions run in the same
+QUANTA = 8
+"""Quanta of a completion of the maximum length. More quanta let more completions run in the same
 memory, and make them pause more often."""
 
 
@@ -339,8 +339,8 @@ class SlotSettings:
                     f"{cache.whole * cache.token_bytes} bytes, and the engine keeps one block of "
                     f"{block} tokens. Raise the budget, or lower `max_completion_length`."
                 )
-            lease = max(block, -(-max_completion_length // LEASES))
-            return Admission(slots, self.refill, order, CacheBudget(tokens, block, lease))
+            quantum = max(block, -(-max_completion_length // QUANTA))
+            return Admission(slots, self.refill, order, CacheBudget(tokens, block, quantum))
         if capacity is None:
             return Admission(slots, self.refill, order)
         fit = capacity // cache.whole

@@ -244,8 +244,7 @@ class CalibratedPredictor:
         if pairs:
             predicted, of_history, lengths = np.array(pairs).T
             for name, tokens in (("", predicted), ("history_", of_history)):
-                error = float(np.abs(tokens - lengths).mean())
-                metrics[f"length_prediction/{name}mae"] = error
+                metrics[f"length_prediction/{name}mae"] = float(np.abs(tokens - lengths).mean())
                 metrics[f"length_prediction/{name}rank_correlation"] = _spearman(tokens, lengths)
         return metrics
 

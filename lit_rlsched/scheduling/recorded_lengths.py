@@ -90,7 +90,7 @@ def _read(path: Path) -> Mapping[str, int] | list[int]:
         table = Traces(path).rows("spans") if path.is_dir() else read(path).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise UsageError(f"trace {str(path)!r} cannot be read as rows ({error})") from error
-    names = {name for row in table for name in row} & {"tokens", "request"} | {"tokens"}
+    names = {name for row in table for name in row} & {"request"} | {"tokens"}
     for number, row in enumerate(table or [{}]):
         if lacking := [name for name in sorted(names) if row.get(name) is None]:
             raise UsageError(

@@ -128,7 +128,7 @@ class WindowRound(RoundRule):
         without = later if self.reorders else state.waiting
         return [group for group in state.decoded[: state.final] if group.id not in without]
 
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+    def split(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Take an update's prompts, and count by how many each of the others was overtaken."""
         chosen = {group.id for group in self._placed(state)}
         trained, left, later = [], [], len(chosen)

@@ -96,21 +96,9 @@ class TensorParallelPlanner:
             self._kinds[kind] = state
 
 
-def check_bounds(minimum: int, maximum: int | None) -> None:
-    """Refuse bounds without a size between them; a `maximum` of `None` is not known yet."""
-    check_power_of_two(f"ParallelismPlanner({minimum=})", minimum)
-    if maximum is not None:
-        check_power_of_two(f"ParallelismPlanner({maximum=})", maximum)
-        if minimum > maximum:
-            raise UsageError(
-                f"`ParallelismPlanner({maximum=}, {minimum=})`: `minimum` must be at most "
-                "`maximum`. Swap them, or leave `minimum` out."
-            )
-
-
 def check_power_of_two(setting: str, size: int) -> None:
-    """Refuse a tensor-parallel size that halving and doubling does not lead to."""
-    if type(size) is not int or size < 1 or size & (size - 1):
+    """Refuse a size, a whole number of 1 or more, that halving and doubling do not lead to."""
+    if size & (size - 1):
         raise UsageError(f"`{setting}` must be a power of two: use 1, 2, 4 or 8.")
 
 

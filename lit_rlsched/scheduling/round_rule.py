@@ -3,11 +3,12 @@
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lit_rlsched.settings import UsageError
-from lit_rlsched.types import Completion, Group, Prompt
+from lit_rlsched.types import Completion, Group, Prompt, Sample
 
 
 @dataclass(slots=True)
@@ -19,8 +20,6 @@ class RoundState:
     """
 
     planned: list[Group]
-    completions: int
-    """Completions of all planned groups."""
     decoded: list[Group] = field(default_factory=list)
     """Groups whose completions are all decoded, by the step in which that happened, then in the
     order of the pool."""
@@ -35,6 +34,58 @@ class RoundState:
     """Ids of groups that only use free slots; see `RoundRule.waiting`."""
     final: int = 0
     """Length of the prefix of `decoded` whose order is final: the groups of earlier steps."""
+    undecoded: dict[str, int] = field(default_factory=dict)
+    """Number of completions of each group that still decode."""
+    decoded_at: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Decode step in which the last completion of a group was decoded, and the group's place."""
+    place: dict[str, int] = field(default_factory=dict)
+    """Place of each group among those that are planned."""
+
+    @classmethod
+    def begin(cls, groups: Sequence[Group], rule: "RoundRule") -> "RoundState":
+        """The state of a round that begins with these groups."""
+        waiting = {group.id for group in rule.waiting(groups)}
+        state = cls([], patient=rule.patience is not None, waiting=waiting)
+        for group in groups:
+            state.add(group)
+        return state
+
+    @property
+    def due(self) -> list[Group]:
+        """The groups that do not only use free slots."""
+        return [group for group in self.planned if group.id not in self.waiting]
+
+    def waits(self, sample: Sample) -> bool:
+        """Return whether a completion only uses a free slot in this round."""
+        return sample.group.id in self.waiting
+
+    def add(self, group: Group) -> None:
+        """Add a group to the round, in the last place."""
+        self.planned.append(group)
+        self.undecoded[group.id] = len(group.completions)
+        self.place[group.id] = len(self.place)
+
+    def count(self, sample: Sample, step: int) -> None:
+        """Record that a completion needs no more decoding, as of a decode step."""
+        name = sample.group.id
+        self.undecoded[name] -= 1
+        self.completions_decoded += 1
+        if sample.completion.finished:
+            self.finished.setdefault(name, []).append(sample.completion)
+        if not self.undecoded[name]:
+            self.decoded_at[name] = step, self.place[name]
+            insort(self.decoded, sample.group, key=lambda group: self.decoded_at[group.id])
+
+    def keep(self, group: Group, kept: list[Completion]) -> None:
+        """Take all completions but `kept` out of a group that was stopped."""
+        chosen = {c.index for c in kept}
+        others = [c for c in group.completions if c.index not in chosen]
+        self.stopped.setdefault(group.id, []).extend(others)
+        group.completions = kept
+
+    def in_order(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Sort completions by the place of their group, and in it."""
+        return sorted(samples, key=lambda s: (self.place[s.group.id], s.completion.index))
 
 
 class RoundRule(ABC):
@@ -147,7 +198,11 @@ class RoundRule(ABC):
 
     @abstractmethod
     def done(self, state: RoundState) -> bool:
-        """Whether the round may end; asked after each step while completions still decode."""
+        """Whether the round may end; asked after each step while completions still decode.
+
+        It waits for `update_prompts` groups, if there are so many. Only finished completions have
+        the same tokens on every engine at this point: a simulated one tells them at the end.
+        """
 
     def final_groups(self, state: RoundState) -> Sequence[Group]:
         """Groups that are certain of a place in this update, in final order.
@@ -157,7 +212,7 @@ class RoundRule(ABC):
         """
         return state.decoded[: state.final]
 
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+    def split(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split the round's groups into those to train on and those that stay in the pool."""
         return list(groups), []
 

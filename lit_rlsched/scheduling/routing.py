@@ -45,9 +45,9 @@ def moves(waiting: Sequence[Sequence[Request]], free: Sequence[int]) -> dict[str
 
 
 def share(costs: Sequence[float], ranks: int) -> list[list[tuple[int, bool]]]:
-    """Assign items to ranks, in turns in which each rank has one item of about equal cost.
+    """Assign items to ranks, in passes in which each rank has one item of about equal cost.
 
-    Ranks that exchange weights or gradients in every pass wait for the slowest of a turn, so a turn
+    Ranks that exchange weights or gradients in every pass wait for the slowest one, so a pass
     takes items that are neighbours in cost. Within it, the rank that has the least so far gets the
     most expensive item. With one rank the order is that of `costs`.
     """
@@ -55,13 +55,13 @@ def share(costs: Sequence[float], ranks: int) -> list[list[tuple[int, bool]]]:
         return [[(item, True)] for item in range(len(costs))]
     order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
     totals = [0.0] * ranks
-    turns = []
+    passes = []
     for begin in range(0, len(order), ranks):
         items = order[begin : begin + ranks]
-        turn = [(items[-1], False)] * ranks
+        of_pass = [(items[-1], False)] * ranks
         takers = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
         for rank, item in zip(takers, items, strict=False):
-            turn[rank] = (item, True)
+            of_pass[rank] = (item, True)
             totals[rank] += costs[item]
-        turns.append(turn)
-    return turns
+        passes.append(of_pass)
+    return passes

@@ -37,10 +37,8 @@ class SortedRound(RoundRule):
         max_staleness: int | None = None,
         oversubscribe: float | None = None,
     ) -> None:
-        self.update_prompts = update_prompts
-        self.pool_prompts = pool_prompts
-        self.num_generations = num_generations
-        self.unit = unit
+        self.update_prompts, self.pool_prompts = update_prompts, pool_prompts
+        self.num_generations, self.unit = num_generations, unit
         self.max_staleness = max_staleness if mode == "partial" else 0
         self._raced = pool_prompts
         if oversubscribe is not None:
@@ -76,7 +74,7 @@ class SortedRound(RoundRule):
             return state.completions_decoded >= self.update_prompts * self.num_generations
         return len(state.decoded) >= self.update_prompts
 
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+    def split(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Split into finished and unfinished groups or completions, in the order of the pool."""
         trained, left = [], []
         for group in groups:

@@ -189,7 +189,7 @@ class TailRound(RoundRule):
             for winners in (self._winners_of(group.id, state) for group in racing)
         )
 
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
+    def split(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         """Train on the winners; the losers stay, with `num_generations` completions each.
 
         Groups whose completions are all dropped count as trained on, so that they leave the pool.

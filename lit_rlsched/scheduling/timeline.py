@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,10 +43,6 @@ class Interval(NamedTuple):
     waits_for: str | None = None
     """`trainer`, `engines` or `rewards`; None if it works."""
 
-    @property
-    def span(self) -> Span:
-        return self.start, self.end
-
 
 def holding(intervals: Iterable[Interval], edges: Sequence[float]) -> list[Interval | None]:
     """Return which of a lane's intervals holds between each edge and the next.
@@ -68,14 +63,8 @@ MOST = 100_000
 """Intervals that are kept until `Timeline.lap`; the oldest are forgotten first."""
 
 
-@dataclass(frozen=True)
-class Lap:
-    """A part of the timeline, in which each lane has one interval at every moment."""
-
-    start: float
-    end: float
-    lanes: dict[str, list[Interval]]
-    """Intervals that follow one another, by lane: `trainer`, `engine 0`, ..."""
+Lap = dict[str, list[Interval]]
+"""A part of the timeline: intervals that follow one another without gaps, by lane."""
 
 
 class Timeline:
@@ -156,7 +145,7 @@ class Timeline:
             name: holding((i for i in known if i.lane in (name, ENGINES)), edges) for name in names
         }
         of_trainer = holding((i for i in known if i.lane == TRAINER), edges)
-        lanes: dict[str, list[Interval]] = {name: [] for name in (TRAINER, *names)}
+        lanes: Lap = {name: [] for name in (TRAINER, *names)}
         for place, (begin, stop) in enumerate(pairwise(edges)):
             now = {name: held[name][place] for name in names}
             busy = {name for name, does in now.items() if does and not does.waits_for}
@@ -175,5 +164,5 @@ class Timeline:
                     lane[-1] = lane[-1]._replace(end=stop)
                 else:
                     lane.append(Interval(name, what, begin, stop, waits_for))
-        self.last = Lap(start, end, lanes)
-        return self.last
+        self.last = lanes
+        return lanes

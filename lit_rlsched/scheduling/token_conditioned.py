@@ -28,11 +28,7 @@ def hashed_tokens(samples: Sequence[Sample], size: int) -> np.ndarray:
     """
 
     def add(
-        features: np.ndarray,
-        owners: np.ndarray,
-        kind: int | np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
+        features: np.ndarray, owners: np.ndarray, kind: Any, keys: np.ndarray, values: np.ndarray
     ) -> None:
         """Add each value to the feature of its owner that kind and key select."""
         bits = splitmix64(keys + splitmix64(np.atleast_1d(kind).astype(np.uint64)))

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,6 @@ from lit_rlsched.types import Event
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STEP_COLUMNS = (
-    "start",
-    "end",
-    "running",
-    "kv_tokens",
-    "decode_steps",
-    "prefill_tokens",
-    "cached_tokens",
-    "preemptions",
-)
-_row = attrgetter(*STEP_COLUMNS)
 SPAN_COLUMNS = ("request", "slot", "start", "end", "start_step", "end_step", "tokens")
 
 
@@ -49,40 +38,43 @@ class Step:
     """Requests that finished or paused, with the tokens that each drew since it was admitted."""
 
 
+STEP_COLUMNS = [figure.name for figure in fields(Step) if figure.type in (int, float)]
+"""Figures of a step, in order."""
+_row = attrgetter(*STEP_COLUMNS)
+
+
 class RolloutTrace:
     """Records what ran when. Times are seconds on the engine's clock since the first step.
 
-    Several engines take turns: a turn is one step of each engine that is busy. Their clocks show
-    the same time, but the steps of a turn may lie anywhere on them.
+    With several engines, an engine step is one step of each engine that is busy. Their clocks show
+    the same time, but these steps may lie anywhere on them.
     """
 
     def __init__(self, slots: int, dynamic: bool = False, engines: int = 1) -> None:
         self.dynamic = dynamic
         self.engines = engines
         self.peak_running = 0
-        columns = (*STEP_COLUMNS, "engine") if engines > 1 else STEP_COLUMNS
+        columns = [*STEP_COLUMNS, "engine"] if engines > 1 else STEP_COLUMNS
         self.steps: dict[str, list[float]] = {name: [] for name in columns}
         """One row per call of an engine's `step`."""
         self.spans: dict[str, list[Any]] = {name: [] for name in SPAN_COLUMNS}
         """One row each time that a request left the engine: finished, paused or aborted."""
         self.decode_steps = 0
-        """Decode steps of the rollout. With several engines: its turns, the logical clock."""
+        """Decode steps of the rollout. With several engines, engine steps: the logical clock."""
         self.work_times: list[tuple[float, float]] = []
-        """Start and end of each gradient computation during the rollout, by `time.monotonic`."""
+        """Start and end of each gradient computation during the rollout, by `time.monotonic`, the
+        clock of real engines."""
         self.origin: float | None = None
         """When the first step began, in seconds on the engine's clock."""
         self._places = slots // engines
         self._free = [list(range(i * self._places, (i + 1) * self._places)) for i in range(engines)]
         self._live: dict[str, tuple[int, float, int]] = {}
-        self._peaks, self._ends, self._turns = [0] * engines, [0.0] * engines, [0] * engines
+        self._peaks, self._ends, self._last = [0] * engines, [0.0] * engines, [0] * engines
 
     @property
     def slots(self) -> int:
         """`Q`, the number of slots that metrics refer to."""
-        return sum(map(self._slots_of, range(self.engines)))
-
-    def _slots_of(self, engine: int) -> int:
-        return self._peaks[engine] if self.dynamic else self._places
+        return sum(self._peaks) if self.dynamic else self._places * self.engines
 
     @property
     def slot_steps(self) -> int:
@@ -117,7 +109,8 @@ class RolloutTrace:
         """
         if not (total := self.seconds * self.slots):
             return 0.0
-        slots, last, idle = [*map(self._slots_of, range(self.engines))], [0.0] * self.engines, 0.0
+        slots = self._peaks if self.dynamic else [self._places] * self.engines
+        last, idle = [0.0] * self.engines, 0.0
         ends, running = self.steps["end"], self.steps["running"]
         engines = self.steps.get("engine", [0] * len(ends))
         for engine, end, ran in zip(map(int, engines), ends, running, strict=True):
@@ -167,10 +160,10 @@ class RolloutTrace:
 
     def take(self, step: Step) -> None:
         """Record a step of the only engine."""
-        self.take_turn({0: step})
+        self.take_engine_step({0: step})
 
-    def take_turn(self, steps: Mapping[int, Step]) -> None:
-        """Record a turn: a step of each busy engine, by the index of the engine."""
+    def take_engine_step(self, steps: Mapping[int, Step]) -> None:
+        """Record an engine step: a step of each busy engine, by its index."""
         if self.origin is None and any(step.admitted for step in steps.values()):
             self.origin = min(step.start for step in steps.values())
         for engine, step in steps.items():
@@ -181,11 +174,11 @@ class RolloutTrace:
         before, ran = self.decode_steps, 0
         self.decode_steps += max(map(attrgetter("decode_steps"), steps.values()))
         for engine, step in steps.items():
-            if self._turns[engine] < before:  # it had nothing to decode in the turns before
+            if self._last[engine] < before:  # it had nothing to decode in the steps before
                 idle = Step(origin + self._ends[engine], step.start, 0, 0, decode_steps=0)
                 self._add_row(engine, idle, origin)
             self._add_row(engine, step, origin)
-            self._turns[engine] = self.decode_steps
+            self._last[engine] = self.decode_steps
             self._peaks[engine] = max(self._peaks[engine], step.running)
             ran += step.running
             for request_id, tokens in step.left.items():
@@ -200,10 +193,6 @@ class RolloutTrace:
         steps["end"][-1] = self._ends[engine] = step.end - origin
         if self.engines > 1:
             steps["engine"].append(engine)
-
-    def worked(self, start: float, end: float) -> None:
-        """Record a gradient computation; times are `time.monotonic`, the clock of real engines."""
-        self.work_times.append((start, end))
 
     def left(self, request_id: str, now: float, tokens: int) -> None:
         """Record that a request left its slot after drawing `tokens`."""
@@ -247,7 +236,7 @@ class RolloutTrace:
         steps["seconds"] = steps["end"] - steps["start"]
         for name in ("running", "kv_tokens"):
             steps[name] = steps[name] * steps["decode_steps"]
-        of = steps.pop("engine", np.zeros(len(steps["start"]))).astype(int)
+        of = steps.pop("engine", np.zeros(len(steps["start"])))
         parts = []
         for engine in range(self.engines):
             rows = np.flatnonzero(of == engine)

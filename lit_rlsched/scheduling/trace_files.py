@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,11 +46,8 @@ def parts_of(folder: Path) -> list[Part]:
 
     A kill between a merge and the deletion of what it has merged leaves both.
     """
-    found: list[Part] = []
-    for path in folder.glob("*-*.parquet"):
-        first, _, last = path.stem.partition("-")
-        if first.isdecimal() and last.isdecimal():
-            found.append(Part(int(first), int(last), path))
+    names = ((re.fullmatch(r"(\d+)-(\d+)", path.stem), path) for path in folder.glob("*.parquet"))
+    found = [Part(int(name[1]), int(name[2]), path) for name, path in names if name]
     whole: list[Part] = []
     for part in sorted(found, key=lambda part: (part.first, -part.last)):
         if not whole or part.last > whole[-1].last:
@@ -87,17 +85,38 @@ class TraceWriter:
                         rows = rows.filter(pc.less(rows["round"], number))
                         self.write(table, part.first, number - 1, rows)
                     part.path.unlink()
-        text = json.dumps({"format": FORMAT, **about}, indent=1)
-        write_whole(self._folder / ABOUT, lambda path: path.write_text(text, encoding="utf-8"))
+        text = json.dumps({"format": FORMAT, **about}, indent=1)  # ASCII
+        write_whole(self._folder / ABOUT, lambda path: path.write_text(text))
 
     def add(self, number: int, tables: Mapping[str, "pa.Table"]) -> None:
-        """Write the rows of a round, each table with its number as the first column."""
+        """Write the rows of a round, each table with its number as the first column.
+
+        Files of single rounds are merged. Of large tables the oldest rounds are deleted, but never
+        the newest file of one.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         for name, table in tables.items():
-            if table.num_rows:
-                numbered = table.add_column(0, "round", [[number] * table.num_rows])
-                self.write(name, number, number, numbered)
-                self._merge(name)
-        self._rotate()
+            if not table.num_rows:
+                continue
+            numbered = table.add_column(0, "round", [[number] * table.num_rows])
+            self.write(name, number, number, numbered)
+            single = [part for part in parts_of(self._folder / name) if part.first == part.last]
+            if len(single) >= MERGED:
+                read = [pq.ParquetFile(part.path).read() for part in single]
+                merged = pa.concat_tables(read, promote_options="permissive")
+                self.write(name, single[0].first, single[-1].last, merged)
+                for part in single:
+                    part.path.unlink()
+        large = [parts_of(self._folder / name) for name in TABLES if name not in WHOLE]
+        sizes = {part: part.path.stat().st_size for parts in large for part in parts}
+        total = sum(sizes.values())
+        for part in sorted((p for parts in large for p in parts[:-1]), key=lambda p: p.last):
+            if total <= self._most_bytes:
+                break
+            total -= sizes[part]
+            part.path.unlink()
 
     def write(self, name: str, first: int, last: int, table: "pa.Table") -> None:
         """Write the rows of some rounds, which have the number of their round."""
@@ -106,30 +125,6 @@ class TraceWriter:
         path = self._folder / name / f"{first:06}-{last:06}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda at: pq.write_table(table, at))
-
-    def _merge(self, name: str) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        single = [part for part in parts_of(self._folder / name) if part.first == part.last]
-        if len(single) < MERGED:
-            return
-        tables = [pq.ParquetFile(part.path).read() for part in single]
-        merged = pa.concat_tables(tables, promote_options="permissive")
-        self.write(name, single[0].first, single[-1].last, merged)
-        for part in single:
-            part.path.unlink()
-
-    def _rotate(self) -> None:
-        """Delete the oldest rounds of the large tables, but never the newest file of one."""
-        tables = [parts_of(self._folder / name) for name in TABLES if name not in WHOLE]
-        sizes = {part: part.path.stat().st_size for parts in tables for part in parts}
-        total = sum(sizes.values())
-        for part in sorted((p for parts in tables for p in parts[:-1]), key=lambda p: p.last):
-            if total <= self._most_bytes:
-                break
-            total -= sizes[part]
-            part.path.unlink()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -152,7 +147,7 @@ class Traces:
                 "writes them into `traces/`."
             )
         try:
-            self.about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.about: dict[str, Any] = json.loads(path.read_bytes())
             version = self.about["format"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"`{path}` is damaged: it is no JSON of a run's traces.") from None
@@ -180,11 +175,20 @@ class Traces:
     def table(self, name: str) -> "pa.Table":
         """Return all rows of a table, which may have none, in the order of the rounds."""
         import pyarrow as pa
+        import pyarrow.parquet as pq
 
         if name not in self._tables:
-            parts = [*self._parts(name)]
-            whole = pa.concat_tables(parts, promote_options="permissive") if parts else None
-            self._tables[name] = pa.table({}) if whole is None else whole
+            tables = []
+            for part in parts_of(self.folder / name):
+                try:
+                    tables.append(pq.ParquetFile(part.path).read())
+                except (pa.ArrowInvalid, OSError) as error:
+                    raise UsageError(
+                        f"`{part.path}` cannot be read: {error}. Copy it again, or delete it to do "
+                        f"without rounds {part.first} to {part.last}."
+                    ) from None
+            tables = tables or [pa.table({})]
+            self._tables[name] = pa.concat_tables(tables, promote_options="permissive")
         return self._tables[name]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -201,16 +205,3 @@ class Traces:
                     f"`{self.folder / name}` has no column `{missing[0]}`: these are not the "
                     "traces of a run. Copy them again."
                 )
-
-    def _parts(self, name: str) -> Iterator["pa.Table"]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        for part in parts_of(self.folder / name):
-            try:
-                yield pq.ParquetFile(part.path).read()
-            except (pa.ArrowInvalid, OSError) as error:
-                raise UsageError(
-                    f"`{part.path}` cannot be read: {error}. Copy it again, or delete it to do "
-                    f"without rounds {part.first} to {part.last}."
-                ) from None

@@ -1,5 +1,6 @@
 """What a run's steps cost: fitted to its traces, for simulations of other schedules."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -106,8 +107,7 @@ def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, 
                 left = seconds - table @ solved
                 values = (v / scales[n] for v, n in zip(solved.tolist(), chosen, strict=True))
                 found.append((number, float(left @ left), dict(zip(chosen, values, strict=True))))
-    least = min(error for _, error, _ in found)
-    enough = FEWER * least + 1e-12 * float(seconds @ seconds)
+    enough = FEWER * min(error for _, error, _ in found) + 1e-12 * float(seconds @ seconds)
     _, _, terms = min((of for of in found if of[1] <= enough), key=lambda of: (of[0], of[1]))
     return {name: terms.get(name, 0.0) for name in columns}
 
@@ -129,28 +129,19 @@ def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span])
     return np.interp(ends, edges.ravel(), until) - np.interp(starts, edges.ravel(), until)
 
 
-class Idle:
-    """When engines of a run did not decode: intervals on its clock."""
+def step_fit(
+    traces: Traces, intervals: Rows, began: Mapping[int, float | None], warm_up: int
+) -> tuple[StepCosts, Fit]:
+    """Fit the seconds of decode steps, with what passes between two of them.
 
-    def __init__(self, traces: Traces, intervals: Rows) -> None:
-        idle: dict[int, list[Span]] = {}
-        for row in intervals:
-            number = row["lane"].removeprefix("engine ")
-            if number.isdigit() and row["what"] != DECODE:
-                idle.setdefault(int(number), []).append((row["start"], row["end"]))
-        self._idle = {engine: union(of) for engine, of in idle.items()}
-        self._began = {row["round"]: row.get("began") for row in traces.rows("rounds")}
-
-    def seconds(self, number: int, engine: int, start: float, end: float) -> float:
-        """Return the seconds in which an engine did not decode, between two moments of a round."""
-        if (at := self._began.get(number)) is None:
-            return 0.0
-        edges = np.array([start + at]), np.array([end + at])
-        return float(seconds_beside(*edges, self._idle.get(engine, []))[0])
-
-
-def step_fit(traces: Traces, idle: Idle, warm_up: int = 0) -> tuple[StepCosts, Fit]:
-    """Fit the seconds of decode steps, with what passes between two of them."""
+    What engines do beside decoding, on the clock on which rounds `began`, does not count.
+    """
+    idle: dict[int, list[Span]] = {}
+    for row in intervals:
+        name = row["lane"].removeprefix("engine ")
+        if name.isdigit() and row["what"] != DECODE:
+            idle.setdefault(int(name), []).append((row["start"], row["end"]))
+    idle = {engine: union(of) for engine, of in idle.items()}
     columns = {name: np.array(of) for name, of in traces.table("steps").to_pydict().items()}
     if not columns or not len(columns["steps"]):
         raise UsageError(
@@ -174,7 +165,10 @@ def step_fit(traces: Traces, idle: Idle, warm_up: int = 0) -> tuple[StepCosts, F
             if at.any():
                 seconds, steps = columns["seconds"][at].sum(), columns["steps"][at].sum()
                 start, end = columns["start"][at].min(), columns["end"][at].max()
-                span = end - start - idle.seconds(number, engine, start, end)
+                span = end - start
+                if (moment := began.get(number)) is not None:
+                    edges = np.array([start + moment]), np.array([end + moment])
+                    span -= seconds_beside(*edges, idle.get(engine, []))[0]
                 gaps.append((span - seconds) / steps)
                 steady = sum((terms[n] * model[n])[at].sum() for n in model)
                 spans.setdefault(number, []).append((steady, steps, span))
@@ -182,9 +176,8 @@ def step_fit(traces: Traces, idle: Idle, warm_up: int = 0) -> tuple[StepCosts, F
     predicted = {n: max(steady + gap * steps for steady, steps, _ in of) for n, of in spans.items()}
     measured = {number: max(span for *_, span in of) for number, of in spans.items()}
     terms["base"] += gap
-    errors = _errors(predicted, measured)
-    fit = Fit("decode step", terms, int(columns["steps"].sum()), *errors)
-    return StepCosts(**terms), fit
+    steps = int(columns["steps"].sum())
+    return StepCosts(**terms), Fit("decode step", terms, steps, *_errors(predicted, measured))
 
 
 def _trainer_seconds(rows: Rows) -> dict[str, dict[int, float]]:
@@ -227,18 +220,6 @@ def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, flo
     return terms["update"], terms["position"], fit, share
 
 
-def sibling_tokens(completions: Rows) -> int:
-    """Return the tokens of the prompts that another completion of a group and round has, too."""
-    seen: set[tuple[str, int]] = set()
-    tokens = 0
-    for row in completions:
-        group = row["request"].rpartition("/")[0], row["round"]
-        if group in seen:
-            tokens += row["prompt_tokens"]
-        seen.add(group)
-    return tokens
-
-
 def verify_cost(rounds: Rows, completions: Rows, seconds: Mapping[int, float]) -> float | None:
     """Return the seconds for each position of a pass that verifies; `None`: none was measured.
 
@@ -269,15 +250,19 @@ def calibrated(traces: Traces) -> Costs:
     """
     intervals, completions = traces.rows("intervals"), traces.rows("completions")
     of_rounds = traces.rows("rounds")
-    numbers = [row["round"] for row in of_rounds]
-    first = min(numbers, default=0)
-    step, fit = step_fit(traces, Idle(traces, intervals), first)
+    began = {row["round"]: row.get("began") for row in of_rounds}
+    first = min(began, default=0)
+    step, fit = step_fit(traces, intervals, began, first)
     took = _trainer_seconds(intervals)
-    siblings = sibling_tokens(completions)
+    groups = Counter(
+        (row["request"].rpartition("/")[0], row["round"], row["prompt_tokens"])
+        for row in completions
+    )
+    siblings = sum(tokens * (number - 1) for (*_, tokens), number in groups.items())
     cached = sum(traces.table("steps").column("cached_tokens").to_pylist())
     step = replace(step, cached=min(1.0, cached / siblings) if siblings else 0.0)
     if len(took["other"]) > 1:  # what comes after the last round ends the run
-        took["other"].pop(max(numbers, default=first) + 1, None)
+        took["other"].pop(max(began, default=first) + 1, None)
     for of in took.values():
         if len(of) > 1:
             of.pop(first, None)

@@ -13,8 +13,9 @@ import numpy as np
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
+from lit_rlsched.rollout.pool import Pool
+from lit_rlsched.rollout.result import RoundResult
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 from lit_rlsched.scheduling.admission import Admission
@@ -37,24 +38,17 @@ class Visit(NamedTuple):
 
 
 class PromptList:
-    """A source that yields each prompt once."""
-
-    domains = (None,)
+    """A source that yields each prompt once. Simulations replace none, and are not resumed."""
 
     def __init__(self, visits: Iterable[Visit]) -> None:
         self._visits = iter(visits)
+        self.drawn = 0
+        """Prompts drawn so far."""
 
     def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Visit]:
-        return list(islice(self._visits, n))
-
-    def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
-        return 0  # prompts are never replaced
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}  # simulations are not resumed
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
+        visits = list(islice(self._visits, n))
+        self.drawn += len(visits)
+        return visits
 
 
 def simulated_session(
@@ -69,15 +63,9 @@ def simulated_session(
     nothing: Any = None  # neither a dtype nor a device is needed
     spec = EngineSpec("", slots, longest, (0,), dtype=nothing, device=nothing)
     scorer: Any = Unscored()
-    return RolloutSession(
-        engine,
-        spec,
-        scorer,
-        admission=admission,
-        seed=0,
-        lengths=lengths,
-        probe_tokens=probe_tokens,
-    )
+    session = RolloutSession(engine, spec, scorer, admission=admission, seed=0)
+    session.lengths, session.probe_tokens = lengths, probe_tokens
+    return session
 
 
 def simulated_rounds(
@@ -86,19 +74,19 @@ def simulated_rounds(
     sampling: Sampling,
     num_generations: int,
     rules: Callable[[int], RoundRule],
-    hooks: RoundHooks | None = None,
-) -> Iterator[DrawnRound]:
+) -> Iterator[RoundResult]:
     """Yield rounds until no prompt is left. Each round has its own policy version."""
-    planner = RoundPlanner(RolloutBuffer(), sampling, num_generations)
-    source: Any = PromptList(visits)
-    planner.source = source
-    runner = RoundRunner(planner)
+    pool = Pool(sampling, num_generations, PromptList(visits))
     for number in count():
-        drawn = runner.run(session, rules(number), number, number, hooks)
-        if not drawn.planned:
+        rule = rules(number)
+        rollout = Rollout(session, pool.plan(rule), number, rule)
+        rollout.load_weights()
+        rollout.run()
+        result = rollout.result()
+        if not result.planned:
             return
-        runner.commit(drawn)
-        yield drawn
+        pool.commit(result, rule)
+        yield result
 
 
 def recommend_slots(
@@ -119,8 +107,7 @@ def recommend_slots(
         raise UsageError(f"`bubble_ratio={bubble_ratio}`: use 0 or more, and less than 1.")
 
     def idles(slots: int) -> bool:
-        ratio = pool_bubble_ratio(lengths, update, slots, mode, max_completion_length)
-        return ratio > bubble_ratio
+        return pool_bubble_ratio(lengths, update, slots, mode, max_completion_length) > bubble_ratio
 
     most = max(1, np.size(lengths))
     if not idles(most):

@@ -6,6 +6,7 @@ difference between two rows is one between two rules.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
@@ -15,26 +16,24 @@ from lit_rlsched.scheduling.round_rule import FullRound, RoundRule, RoundState, 
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import Group
 
+Kept = Literal["all", "unfinished", "nothing"]
 
-class OversampledRound(RoundRule):
-    """Starts more prompts than an update needs, and ends once enough groups are complete.
 
-    Groups that are complete beyond an update are dropped, as in slime.
+class FirstReadyRound(RoundRule):
+    """Starts more prompts than an update needs, and takes the groups that are complete first.
 
     Args:
         update_prompts: Prompts of an update.
-        ratio: Prompts that a round decodes, as a multiple of it.
-        partial: Whether the others keep their tokens and go on in the next round, before new
-            prompts. Otherwise they are dropped with their prompts.
+        prompts: Prompts that a round decodes.
+        keeps: Which of the others keep their tokens and go on in the next round, before new
+            prompts: all of them, or those that are not complete, as in slime. Others are dropped.
     """
 
     ends_early = True
 
-    def __init__(self, update_prompts: int, ratio: float, partial: bool) -> None:
-        self.update_prompts = update_prompts
-        self._prompts = at_least(ratio, update_prompts)
-        self._partial = partial
-        self.max_staleness = None if partial else 0
+    def __init__(self, update_prompts: int, prompts: int, keeps: Kept = "all") -> None:
+        self.update_prompts, self._prompts, self._keeps = update_prompts, prompts, keeps
+        self.max_staleness = 0 if keeps == "nothing" else None
 
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
         return max(0, self._prompts - len(pool))
@@ -48,30 +47,12 @@ class OversampledRound(RoundRule):
     def done(self, state: RoundState) -> bool:
         return len(state.decoded) >= self.update_prompts
 
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
-        chosen = {group.id for group in state.decoded[: self.update_prompts]}
+    def split(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         complete = {group.id for group in state.decoded}
-        left = [group for group in groups if group.id not in complete] if self._partial else []
-        return [group for group in groups if group.id in chosen], left
-
-
-class FirstReadyRound(OversampledRound):
-    """Keeps a number of prompts in flight, and takes the groups that are complete first.
-
-    None is dropped: groups that are complete beyond an update wait for the next one.
-
-    Args:
-        update_prompts: Prompts of an update.
-        prompts: Prompts in flight.
-    """
-
-    def __init__(self, update_prompts: int, prompts: int) -> None:
-        super().__init__(update_prompts, prompts / update_prompts, partial=True)
-
-    def settle(self, groups: Sequence[Group], state: RoundState) -> tuple[list[Group], list[Group]]:
         chosen = {group.id for group in state.decoded[: self.update_prompts]}
-        trained = [group for group in groups if group.id in chosen]
-        return trained, [group for group in groups if group.id not in chosen]
+        gone = {"all": chosen, "unfinished": complete, "nothing": {group.id for group in groups}}
+        left = [group for group in groups if group.id not in gone[self._keeps]]
+        return [group for group in groups if group.id in chosen], left
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +96,13 @@ PEERS: dict[str, Peer] = {
             "oversample_abort",
             "slime `--over-sampling-batch-size` without `--partial-rollout`, ROLL "
             "`max_additional_running_prompts`: 1.5 times the prompts, the slowest are dropped",
-            lambda n: OversampledRound(n, OVERSAMPLING, partial=False),
+            lambda n: FirstReadyRound(n, at_least(OVERSAMPLING, n), keeps="nothing"),
         ),
         Peer(
             "oversample_partial",
             "APRIL (arXiv 2509.18521), slime `--partial-rollout`: the slowest go on first in the "
             "next round",
-            lambda n: OversampledRound(n, OVERSAMPLING, partial=True),
+            lambda n: FirstReadyRound(n, at_least(OVERSAMPLING, n), keeps="unfinished"),
         ),
         Peer(
             "group_fifo",

@@ -13,20 +13,21 @@ policy keeps, and how well lengths are predicted, is not known before; shares ar
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.simulated import SimulatedEngine
-from lit_rlsched.rollout.audit import DraftAudit
-from lit_rlsched.rollout.planner import RolloutBuffer, RoundPlanner
-from lit_rlsched.rollout.round_runner import DrawnRound, RoundHooks, RoundRunner
+from lit_rlsched.rollout.hooks import RoundHooks
+from lit_rlsched.rollout.pool import Pool
+from lit_rlsched.rollout.result import DraftAudit, RoundResult
+from lit_rlsched.rollout.rollout import Rollout
 from lit_rlsched.scheduling.admission import Admission
-from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
+from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
-from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
+from lit_rlsched.simulation.loop import PromptList, simulated_session
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import (
@@ -101,43 +102,29 @@ class Outcome:
     prompts_per_update: int
     length_bias: float
     """Mean length trained on over the mean length of all prompts drawn, the warm-up included."""
+    seconds: float = field(init=False)
+    """Seconds for each update's worth of prompts."""
+    decode_steps: float = field(init=False)
+    """Decode steps for each update's worth of prompts."""
+    idle_share: float = field(init=False)
+    """Idle slot-steps over all slot-steps."""
+    discarded_share: float = field(init=False)
+    """Discarded tokens over all tokens drawn."""
+    stale_share: float = field(init=False)
+    """Tokens of earlier policies among those trained on."""
+    peak_kv: int = field(init=False)
+    """Most tokens in the key-value cache of an engine."""
 
-    def total(self, name: str) -> float:
-        """Return the sum of a figure over the rounds."""
-        return float(sum(getattr(each, name) for each in self.rounds))
-
-    def _per_update(self, name: str) -> float:
-        return self.total(name) * self.prompts_per_update / max(1.0, self.total("prompts"))
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for each update's worth of prompts."""
-        return self._per_update("seconds")
-
-    @property
-    def decode_steps(self) -> float:
-        """Decode steps for each update's worth of prompts."""
-        return self._per_update("decode_steps")
-
-    @property
-    def idle_share(self) -> float:
-        """Idle slot-steps over all slot-steps."""
-        return self.total("idle_slot_steps") / max(1.0, self.total("slot_steps"))
-
-    @property
-    def discarded_share(self) -> float:
-        """Discarded tokens over all tokens drawn."""
-        return self.total("discarded_tokens") / max(1.0, self.total("drawn_tokens"))
-
-    @property
-    def stale_share(self) -> float:
-        """Tokens of earlier policies among those trained on."""
-        return self.total("stale_tokens") / max(1.0, self.total("trained_tokens"))
-
-    @property
-    def peak_kv(self) -> int:
-        """Most tokens in the key-value cache of an engine."""
-        return max(each.peak_kv for each in self.rounds)
+    def __post_init__(self) -> None:
+        names = (figure.name for figure in fields(SimulatedRound))
+        total = {name: float(sum(getattr(of, name) for of in self.rounds)) for name in names}
+        prompts = max(1.0, total["prompts"])
+        self.seconds = total["seconds"] * self.prompts_per_update / prompts
+        self.decode_steps = total["decode_steps"] * self.prompts_per_update / prompts
+        self.idle_share = total["idle_slot_steps"] / max(1.0, total["slot_steps"])
+        self.discarded_share = total["discarded_tokens"] / max(1.0, total["drawn_tokens"])
+        self.stale_share = total["stale_tokens"] / max(1.0, total["trained_tokens"])
+        self.peak_kv = max(of.peak_kv for of in self.rounds)
 
 
 def unsupported(schedule: Schedule) -> str | None:
@@ -176,34 +163,30 @@ class _Engine(SimulatedEngine):
         return super().prefilled(request) - round(self.share * known)
 
 
+@dataclass(eq=False)
 class _Round(RoundHooks):
     """A simulated round. The trainer's part in it: drafts are verified by chance."""
 
-    drawn: DrawnRound
-    state: RoundState
+    pipeline: "Pipeline"
+    verified: int = 0
+    """Positions that passes have read to verify drafts."""
+    certain: dict[str, float] = field(default_factory=dict)
+    """Seconds of the round after which gradients of a group may be computed."""
+    state: RoundState = field(init=False)
+    result: RoundResult = field(init=False)
+    trained: list[Sample] = field(init=False)
+    """Completions that are trained on."""
 
-    def __init__(self, pipeline: "Pipeline", rule: RoundRule) -> None:
-        self._pipeline, self._rule = pipeline, rule
-        self.verified = 0
-        """Positions that passes have read to verify drafts."""
-        self.certain: dict[str, float] = {}
-        """Seconds of the round after which gradients of a group may be computed."""
-
-    @property
-    def trained(self) -> list[Sample]:
-        """Completions that are trained on."""
-        return [sample for group in self.drawn.harvest.trained for sample in _samples(group)]
-
-    def planned(self, groups: list[Group]) -> None:
-        self._pipeline.samples = {s.id: s for g in groups for s in _samples(g)}
+    def planned(self, state: RoundState) -> None:
+        self.pipeline.samples = {sample.id: sample for sample in _samples(state.planned)}
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         """Keep a draft whole, or a prefix whose length is uniform.
 
         The new policy reads all drafts; those that are cut are read by each policy that drew them.
         """
-        pipeline = self._pipeline
-        for sample in (sample for group in groups for sample in _samples(group)):
+        pipeline = self.pipeline
+        for sample in _samples(groups):
             completion = sample.completion
             if (draft := completion.draft) is None:
                 continue
@@ -224,36 +207,35 @@ class _Round(RoundHooks):
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
         final, state.final = state.final, len(state.decoded)  # after a step, not the next event
-        for group in self._rule.final_groups(state):
+        for group in self.pipeline.schedule.rule.final_groups(state):
             self.certain.setdefault(group.id, trace.seconds)
         state.final = final
 
 
-def _samples(group: Group) -> list[Sample]:
-    return [Sample(group, completion) for completion in group.completions]
+def _samples(groups: Sequence[Group]) -> list[Sample]:
+    return [Sample(group, completion) for group in groups for completion in group.completions]
 
 
+@dataclass(frozen=True)
 class _Guesses:
     """Predicts lengths: a weighted mean, in logarithms, of the truth and of chance."""
 
-    def __init__(self, work: Workload, rank_correlation: float) -> None:
-        self._work, self._weight = work, rank_correlation
-
-    def start_round(self) -> None: ...
-
-    def observe(self, samples: Sequence[Sample]) -> None: ...
-
-    def end_round(self) -> dict[str, float]:
-        return {}
+    work: Workload
+    weight: float
 
     def expect(self, samples: Sequence[Sample]) -> list[float]:
-        lengths, weight, expected = self._work.lengths, self._weight, []
+        lengths, expected = self.work.lengths, []
         for sample in samples:
             other = lengths[stable_hash(sample.id, "guess") % len(lengths)]
             guess = other[stable_hash(sample.id) % len(other)]
-            total = self._work.length(sample) ** weight * guess ** (1 - weight)
+            total = self.work.length(sample) ** self.weight * guess ** (1 - self.weight)
             expected.append(float(max(1.0, total - len(sample.completion.token_ids))))
         return expected
+
+    def end_round(self, *_: Any) -> dict[str, float]:
+        return {}  # nothing is learned
+
+    start_round = observe = end_round
 
 
 @dataclass
@@ -273,10 +255,12 @@ class Pipeline:
     """Whether what goes on in the next round keeps its cache though the weights are new."""
     samples: dict[str, Sample] = field(init=False, default_factory=dict)
     """Completions of the round, by id."""
-    _visited: int = field(default=0, init=False)
+    steps: int = field(init=False)
+    """Optimizer steps of a round: its last policy version is so many above its first."""
 
     def __post_init__(self) -> None:
         schedule, machine = self.schedule, self.machine
+        self.steps = self.steps_per_round * self.num_iterations
         if why := unsupported(schedule):
             raise UsageError(f"This schedule is not simulated: {why}.")
         slots = schedule.slots.slots or machine.slots
@@ -296,19 +280,9 @@ class Pipeline:
             lambda: Admission(each, refill, order),
             lengths,
         )
-        planner = RoundPlanner(RolloutBuffer(), Sampling(self.work.limit), self.num_generations)
-        planner.source = self.source or PromptList(self._visits())  # type: ignore[assignment]
-        self._runner = RoundRunner(planner)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of a round: its last policy version is so many above its first."""
-        return self.steps_per_round * self.num_iterations
-
-    def _visits(self) -> Iterator[Visit]:
-        for visit in self.work.visits():
-            self._visited += 1
-            yield visit
+        self._prompts = PromptList(self.work.visits())
+        source = self.source or self._prompts
+        self._pool = Pool(Sampling(self.work.limit), self.num_generations, source)
 
     def length(self, name: str, least: int = 0) -> int:
         """Return the tokens of a completion of the round when it ends, `least` or more."""
@@ -319,7 +293,7 @@ class Pipeline:
         simulated = [*self._rounds(rounds + warm_up)]
         tokens = sum(each.trained_tokens for each in simulated)
         trained = tokens / max(1, sum(each.completions for each in simulated))
-        prompts = self._visited or len(self.work.lengths)
+        prompts = self._prompts.drawn or len(self.work.lengths)
         bias = trained / self.work.mean_length(prompts, self.num_generations)
         return Outcome(simulated[warm_up:], self.schedule.rule.update_prompts, bias)
 
@@ -328,12 +302,12 @@ class Pipeline:
         lost = self.machine.slowdown - 1
         following: _Round | None = None
         for number in range(number_of):
-            current = following or self._draw(number, number * self.steps)
+            current = following or self._draw(number * self.steps)
             rollout, update = self._rollout(current), self._update(current)
             seconds = 0.0
             if self.schedule.ahead:
                 seconds = 0.0 if number else rollout
-                following = self._draw(number + 1, number * self.steps)
+                following = self._draw(number * self.steps)
                 rollout = self._rollout(following)
                 overlap = min(rollout, update)
             else:
@@ -341,20 +315,23 @@ class Pipeline:
             seconds += rollout + update + (lost - 1) * overlap
             yield self._figures(current, number * self.steps, seconds, rollout, update)
 
-    def _draw(self, number: int, version: int) -> _Round:
+    def _draw(self, version: int) -> _Round:
         for engine in self._engines:
             engine.begun.clear()
-        rule = self.schedule.rule
-        current = _Round(self, rule)
-        current.drawn = self._runner.run(self._session, rule, number, version, current)
-        current.state = self._session.controller.state
-        self._runner.commit(current.drawn)
-        assert current.drawn.planned, "the prompts never end"
+        rule, current = self.schedule.rule, _Round(self)
+        groups = self._pool.plan(rule)
+        assert groups, "the prompts never end"
+        rollout = Rollout(self._session, groups, version, rule, current)
+        rollout.load_weights()
+        rollout.run()
+        current.state, current.result = rollout.state, rollout.result()
+        current.trained = _samples(current.result.trained)
+        self._pool.commit(current.result, rule)
         return current
 
     def _rollout(self, current: _Round) -> float:
         """Seconds until the last score that the round waits for."""
-        trace, rewards = current.drawn.trace, self.costs.reward
+        trace, rewards = current.result.trace, self.costs.reward
         if rewards[-1] <= 0:
             return trace.seconds
         decoded = {f"{of}/{c.index}" for of, cs in current.state.finished.items() for c in cs}
@@ -383,13 +360,13 @@ class Pipeline:
             return 0.0
         first = max(1, int(start * self.schedule.rule.update_prompts))
         total, beside = sum(map(len, current.trained)), 0.0
-        groups = {group.id: group for group in current.drawn.harvest.trained}
+        groups = {group.id: group for group in current.result.trained}
         ready = [(at, groups[n]) for n, at in current.certain.items() if n in groups]
         at = ready[first - 1][0] if len(ready) >= first else rollout
         for moment, group in ready:
             if (at := max(at, moment)) >= rollout:
                 break
-            took = sum(map(len, _samples(group))) / total * (update - self.costs.update)
+            took = sum(map(len, _samples([group]))) / total * (update - self.costs.update)
             beside += min(max(0.0, took), rollout - at)
             at += took
         return beside
@@ -397,7 +374,7 @@ class Pipeline:
     def _figures(
         self, current: _Round, version: int, seconds: float, rollout: float, update: float
     ) -> SimulatedRound:
-        trace, harvest, trained = current.drawn.trace, current.drawn.harvest, current.trained
+        trace, result, trained = current.result.trace, current.result, current.trained
         tokens = stale = 0
         for sample in trained:
             for author, n in sample.completion.segments:
@@ -417,8 +394,8 @@ class Pipeline:
             len(trained) / self.num_generations,
             len(trained),
             tokens,
-            sum(each.tokens for each in harvest.ran),
-            harvest.discarded_tokens,
+            sum(each.tokens for each in result.ran),
+            result.discarded_tokens,
             stale,
             int(max(trace.steps["kv_tokens"], default=0)),
         )

@@ -1,5 +1,11 @@
 """Turns a drawn round into gradients: selection, advantages, log-probs, losses, micro-batches.
 
+A round that is drawn is first selected from (`selection.py`) and gets its advantages
+(`advantages.py`). `Update.step` makes an optimizer step of it, whose micro-batches are built one at
+a time (`micro_batches.py`). A pass gives log-probs (`logprobs.py`) and a loss (`losses.py`).
+Before the next rollout `WeightSync` copies the weights to the engine and checks that it decodes
+with them. Tokens of older policies are verified by `draft_verifier.py`.
+
 Imports `types`, `_lazy`, `settings`, `ranks`, `scheduling`, `engines`, `rewards`,
 `data`, `environments`, `rollout`.
 """

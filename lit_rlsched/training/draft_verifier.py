@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rlsched.engines.sampling import counter_uniform
-from lit_rlsched.rollout.audit import DraftAudit
+from lit_rlsched.rollout.result import DraftAudit
 from lit_rlsched.training.block_verification import Trial, excess
 from lit_rlsched.training.logprobs import (
     completion_states,
@@ -25,10 +25,10 @@ from lit_rlsched.training.micro_batches import (
     split_rows,
 )
 from lit_rlsched.training.policy import evaluating, num_embeddings
-from lit_rlsched.training.precision import ForwardContext
+from lit_rlsched.training.update import Update
 from lit_rlsched.types import Group, Sample, stable_hash
 
-TURN = 16
+AT_A_TIME = 16
 """Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
 
 
@@ -64,23 +64,20 @@ class Drafts:
         groups: Sequence[Group],
         policy: nn.Module,
         version: int,
-        *,
-        seed: int,
-        salt: str,
+        update: Update,
         eos_token_ids: Sequence[int],
-        micro_batch_tokens: int,
-        forward_context: ForwardContext,
-        row_cost: RowCost | None = None,
+        seed_domain: str = "",
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
 
         A completion gets the accepted prefix of its draft and, unless all of it is accepted, one
         token drawn after it. It is finished if these tokens end it. A draft without kept weights is
-        discarded. `policy` has the weights of `version`; the noise depends on `seed`, `salt`,
-        prompt, index and version alone. Drafts share a prompt as completions do in
-        `OptimizerStep`, by `row_cost`.
+        discarded. `policy` has the weights of `version`; the noise depends on the run's seed,
+        `seed_domain`, prompt, index and version alone. Drafts share a prompt as completions do in
+        the update.
         """
-        drafts = self._trials(groups, version, seed, salt)
+        row_cost, tokens = update.learner.row_cost(), update.settings.micro_batch_tokens
+        drafts = self._trials(groups, version, update.settings.seed, seed_domain)
         audit, trials = DraftAudit(tokens=sum(one.tokens for one in drafts)), list[Trial]()
         for one in drafts:
             one.sample.completion.draft = None
@@ -94,11 +91,11 @@ class Drafts:
         device = next(policy.parameters()).device
         parameters = _trainable(policy).items()
         finite = list[Trial]()
-        with evaluating(policy), forward_context():
+        with evaluating(policy), update.forward_context():
             for versions in sorted({one.draft.versions for one in trials}):
                 members = [one for one in trials if one.draft.versions == versions]
                 drew: dict[int, dict[str, Tensor]] = {}
-                for batch, rows in _batches(members, row_cost, micro_batch_tokens):
+                for batch, rows in _batches(members, row_cost, tokens):
                     states = _score(policy, batch, EncodedRows.of(rows).to(device))
                     known = [one for one in batch if one.is_finite()]
                     for one in known:
@@ -111,7 +108,7 @@ class Drafts:
                         v: {name: self.weights[v][name].to(p) for name, p in parameters}
                         for v in versions
                     }
-                    for again, its_rows in _batches(cut, row_cost, micro_batch_tokens):
+                    for again, its_rows in _batches(cut, row_cost, tokens):
                         old = _recall(policy, drew, again, EncodedRows.of(its_rows).to(device))
                         _cut(policy, drew, again, states, old)
         whole = [one for one in finite if one.is_accepted]
@@ -128,13 +125,15 @@ class Drafts:
             one.become(one.sample.completion, version, eos_token_ids)
         return audit
 
-    def _trials(self, groups: Sequence[Group], version: int, seed: int, salt: str) -> list[Trial]:
+    def _trials(
+        self, groups: Sequence[Group], version: int, seed: int, seed_domain: str
+    ) -> list[Trial]:
         """Return the drafts of some groups, with their noise."""
         trials = []
         for sample in (Sample(g, c) for g in groups for c in g.completions):
             if (draft := sample.completion.draft) is None:
                 continue
-            name = seed, salt, sample.group.prompt.uid, sample.completion.index, version
+            name = seed, seed_domain, sample.group.prompt.uid, sample.completion.index, version
             streams = [stable_hash("draft", use, *name) for use in ("accept", "after")]
             accept, after = torch.tensor(streams)
             counters = torch.arange(max(1, len(draft.token_ids)))
@@ -214,12 +213,12 @@ def _cut(
 ) -> None:
     """Accept a prefix of each draft and draw a token after it, from states by id."""
     device = next(policy.parameters()).device
-    at_once = max(1, default_chunk(device.type, num_embeddings(policy)) // TURN)
+    at_once = max(1, default_chunk(device.type, num_embeddings(policy)) // AT_A_TIME)
     distributions = partial(vocabulary_logprobs, policy, temperature=batch[0].temperature)
     while batch:
-        turn, batch = batch[:at_once], batch[at_once:]
-        asked = [one.prefixes[:TURN] for one in turn]
-        each = [(one, n) for one, lengths in zip(turn, asked, strict=True) for n in lengths]
+        some, batch = batch[:at_once], batch[at_once:]
+        asked = [one.prefixes[:AT_A_TIME] for one in some]
+        each = [(one, n) for one, lengths in zip(some, asked, strict=True) for n in lengths]
         before = torch.stack([old[one.sample.id][n] for one, n in each])
         logp = distributions(torch.stack([new[one.sample.id][n] for one, n in each]))
         logq, by = torch.empty_like(logp), torch.tensor([one.by[n] for one, n in each])
@@ -230,5 +229,5 @@ def _cut(
         log_weights = torch.stack([one.log_weights[n] for one, n in each]).to(device)
         sizes = [len(lengths) for lengths in asked]
         more = excess(log_weights, logp, logq).split(sizes)
-        parts = zip(turn, asked, more, logp.split(sizes), strict=True)
+        parts = zip(some, asked, more, logp.split(sizes), strict=True)
         batch = [*batch, *(one for one, *found in parts if not one.cut(*found))]

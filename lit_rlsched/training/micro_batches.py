@@ -222,26 +222,36 @@ class PaddingCount(NamedTuple):
     padding: int
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What of its completions a step trains on."""
+
+    mask_truncated: bool = False
+    """Leave truncated completions out of the loss."""
+    skip_zero_advantage: bool = False
+    """Skip completions with zero advantage in the passes. They still count in the normalisers, so
+    the gradient is the same if the loss has no other term."""
+    off_policy: bool = False
+    """Whether tokens drawn by earlier policies may be included."""
+    only_version: int | None = None
+    """Train only on tokens drawn by this policy version; `None`: by any."""
+
+
 class OptimizerStep:
     """The micro-batches of one optimizer step, built one at a time.
 
     Args:
         samples: The step's completions.
         micro_batch_tokens: Maximum positions of one micro-batch, padding included.
-        mask_truncated: Whether to leave truncated completions out of the loss.
-        skip_zero_advantage: Whether to skip completions with zero advantage in the passes. They
-            still count in the normalisers, so the gradient is the same if the loss has no other
-            term.
-        off_policy: Whether tokens drawn by earlier policies may be included.
-        only_version: Train only on tokens drawn by this policy version; `None`: by any.
+        trained: What of the completions is trained on; by default all.
         row_cost: Cost by which completions of a group share a row with one prompt. `None`: each has
             its own row.
         divisor: Sequences and tokens to divide the losses by, for a part of a step whose totals are
             not known yet.
         accumulated: Parts of this step whose gradients are already accumulated, all with the same
             `divisor`. Their completions are skipped; the losses of the others divide by it, too.
-        rank: Rank of this process, which iterates over its share of the micro-batches.
-        ranks: Number of ranks, which get equally many; see `scheduling.routing`.
+        rank: Rank of this process, which iterates over its share of the micro-batches, and number
+            of ranks, which get equally many; see `scheduling.routing`.
 
     Attributes:
         samples: The completions that the loss is defined on, including skipped ones.
@@ -254,22 +264,18 @@ class OptimizerStep:
         self,
         samples: Sequence[Sample],
         micro_batch_tokens: int,
+        trained: Trained = Trained(),
         *,
-        mask_truncated: bool = False,
-        skip_zero_advantage: bool = False,
-        off_policy: bool = False,
-        only_version: int | None = None,
         row_cost: RowCost | None = None,
         divisor: tuple[int, int] | None = None,
         accumulated: Sequence["OptimizerStep"] = (),
-        rank: int = 0,
-        ranks: int = 1,
+        rank: tuple[int, int] = (0, 1),
     ) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks = rank
         self.groups = [*{s.group.id: s.group for s in samples}.values()]
         samples = [s for s in samples if not s.completion.dropped]
-        totals = StepTotals(len(samples), 0, off_policy, only_version)
-        if mask_truncated:
+        totals = StepTotals(len(samples), 0, trained.off_policy, trained.only_version)
+        if trained.mask_truncated:
             samples = [s for s in samples if s.completion.finish_reason != "length"]
         self.samples = [s for s in samples if totals.trained(s.completion)]
         tokens = sum(totals.trained(s.completion) for s in self.samples)
@@ -278,11 +284,12 @@ class OptimizerStep:
         self.divisor: StepTotals = accumulated[0].divisor if accumulated else self.totals
         if divisor is not None:
             self.divisor = replace(self.totals, sequences=divisor[0], tokens=divisor[1])
+        skips = trained.skip_zero_advantage
         done = {group.id for part in accumulated for group in part.groups}
         self._encoded = [
             s
             for s in self.samples
-            if s.group.id not in done and (s.completion.advantage or not skip_zero_advantage)
+            if s.group.id not in done and (s.completion.advantage or not skips)
         ]
         self._micro_batch_tokens = micro_batch_tokens
         self._least_price = PASS if divisor or accumulated else 0
@@ -309,14 +316,14 @@ class OptimizerStep:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        turns = share([max(map(len, rows)) * len(rows) for rows in self._batches], self._ranks)
-        for number, turn in enumerate(turns):
-            item, counts = turn[self._rank]
+        passes = share([max(map(len, rows)) * len(rows) for rows in self._batches], self._ranks)
+        for number, of_pass in enumerate(passes):
+            item, counts = of_pass[self._rank]
             yield MicroBatch(
                 self._batches[item],
                 self.divisor,
                 is_first=number == 0,
-                is_last=number == len(turns) - 1,
+                is_last=number == len(passes) - 1,
                 scale=float(self._ranks) if counts else 0.0,
             )
 

@@ -34,6 +34,8 @@ class Round:
     trace: RolloutTrace | None = None
     """`None` after a resume."""
     metrics: dict[str, float] = field(default_factory=dict)
+    empty_steps: int = 0
+    """Optimizer steps so far without a micro-batch, which Lightning does not count."""
     accumulated: list[OptimizerStep] = field(default_factory=list)
     """Parts of the round's first optimizer step whose gradients are accumulated."""
     lost: tuple[tuple[int, int], list[list[str]]] | None = None
@@ -56,6 +58,7 @@ class Round:
             "version": self.version,
             "groups": pack(self.groups),
             "streamed": lost and list(lost),
+            "empty_steps": self.empty_steps,
         }
 
     @classmethod
@@ -63,7 +66,8 @@ class Round:
         """Restore a round from `state_dict`; `prompt` finds a prompt by its uid."""
         groups, streamed = unpack(state["groups"], prompt), state.get("streamed")
         lost = (streamed[0], streamed[1]) if streamed else None
-        return cls(state["number"], state["version"], groups, lost=lost)
+        empty = state["empty_steps"]
+        return cls(state["number"], state["version"], groups, empty_steps=empty, lost=lost)
 
     @property
     def ordinal(self) -> int:

@@ -7,31 +7,25 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lit_rlsched.rollout.audit import Harvest, attempt, length_bias, wait_bias
+from lit_rlsched.rollout.result import RoundResult, attempt, length_bias, wait_bias
 from lit_rlsched.scheduling.planning import lower_bound
-from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.advantages import standard_deviation
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.selection import selection_metrics
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import ENVIRONMENT, Completion, Group
+from lit_rlsched.types import ENVIRONMENT, Completion
 
 STALENESS_BINS = 8
 """Ages from 0 on that have a metric of their own."""
 
 
 def measure(
-    round: Round,
-    harvest: Harvest,
-    planned: Sequence[Group],
-    names: Sequence[str],
-    update: Update,
+    round: Round, result: RoundResult, names: Sequence[str], update: Update
 ) -> dict[str, float]:
     """Compute all metrics of a round that was just drawn and of its optimizer steps.
 
-    `planned` are the groups that the round was to decode, `names` the reward functions' names.
+    `names` are the reward functions' names.
     """
-    assert round.trace is not None, "a resumed round has its metrics"
     all_steps = [update.step(round, i) for i in range(update.settings.steps_per_epoch)]
     steps = all_steps[: update.settings.steps_per_round]  # later iterations train on the same
     trained = [sample for step in steps for sample in step.samples]
@@ -42,7 +36,7 @@ def measure(
     positions = sum(p.positions for p in padding)
     before = [part for step in steps for part in step.accumulated]
     kept = [c for c in round.completions if not c.dropped]
-    waits = wait_bias([attempt(sample.completion) for sample in trained], harvest.ran)
+    waits = wait_bias([attempt(sample.completion) for sample in trained], result.ran)
     return {
         "rollout/round": float(round.ordinal),
         "batch/micro_batches": float(sum(map(len, [*steps, *before]))),
@@ -53,15 +47,15 @@ def measure(
         **completion_metrics(round.completions),
         **logged_metrics(round.completions),
         **reward_metrics(round.completions, names, rewards),
-        **rollout_metrics(round, round.trace, harvest),
+        **rollout_metrics(round, result),
         "rollout/trained_over_drawn_length": length_bias(
-            [sample.completion.drawn for sample in trained], harvest.ran
+            [sample.completion.drawn for sample in trained], result.ran
         ),
         **({} if waits is None else {"tools/trained_over_drawn_wait": waits}),
         **(staleness_metrics(kept, round.version) if update.off_policy else {}),
-        **(selection_metrics(round, harvest) if update.schedule.selection else {}),
-        **(harvest.drafts.metrics() if harvest.drafts.tokens else {}),
-        **update.schedule.rule.metrics(planned),
+        **(selection_metrics(round, result) if update.schedule.selection else {}),
+        **(result.drafts.metrics() if result.drafts.tokens else {}),
+        **update.schedule.rule.metrics(result.planned),
     }
 
 
@@ -104,21 +98,21 @@ def reward_metrics(
     return figures
 
 
-def rollout_metrics(round: Round, trace: RolloutTrace, harvest: Harvest) -> dict[str, float]:
+def rollout_metrics(round: Round, result: RoundResult) -> dict[str, float]:
     """Metrics of the rollout: counters that are deterministic, seconds, and what was discarded.
 
     `steps_over_lower_bound` compares with the minimum number of decode steps over all orders of the
     same lengths on as many slots. With a memory budget, the largest number of slots in use counts.
     """
-    lengths = trace.drawn
-    least = 0
+    trace = result.trace
+    lengths, least = trace.drawn, 0
     if lengths and trace.pauses:  # paused completions can be distributed evenly
         least = max(-(-sum(lengths.values()) // trace.slots), *lengths.values())
     elif lengths:
         least = int(lower_bound(list(lengths.values()), trace.slots))
-    earlier = sum(a.tokens for a in harvest.stale) + harvest.drafts.tokens
-    drawn = trace.tokens + harvest.drafts.drawn + earlier
-    discarded = harvest.discarded_tokens
+    earlier = sum(a.tokens for a in result.stale) + result.drafts.tokens
+    drawn = trace.tokens + result.drafts.drawn + earlier
+    discarded = result.discarded_tokens
     attempts = [1 + max(c.attempts for c in g.completions) for g in round.groups]
     return {
         "rollout/slots": trace.slots,
@@ -139,7 +133,7 @@ def rollout_metrics(round: Round, trace: RolloutTrace, harvest: Harvest) -> dict
         # stale tokens and drafts were drawn in earlier rounds
         "rollout/useful_token_share": 1 - discarded / max(1, drawn, discarded),
         "rollout/discarded_tokens": discarded,
-        "rollout/restarts": len(harvest.stale) + len(harvest.unfinished),
+        "rollout/restarts": len(result.stale) + len(result.unfinished),
         "rollout/attempts/mean": fmean(attempts),
         "rollout/attempts/max": max(attempts),
     }

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from lit_rlsched.data.repetition import repeat
 from lit_rlsched.data.rows import Rows
 from lit_rlsched.engines.base import RolloutEngine
-from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.protocol import ToolSettings
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
@@ -40,19 +40,6 @@ class EvaluationSettings:
             key = f"{stage}/{prompt.uid}"
             sampled = repeat(prompt, self.num_generations, key, self.sampling)
         return greedy, sampled
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSettings:
-    """What completions may call, and how it is run."""
-
-    environments: Environments
-    max_tool_calling_iterations: int | None = None
-    workers: int = 1
-    timeout: float = 60.0
-    """Seconds that a tool may take."""
-    max_sessions: int | None = None
-    tool_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

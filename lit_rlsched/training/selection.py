@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from lit_rlsched.rollout.audit import Harvest, attempt, length_bias
+from lit_rlsched.rollout.result import RoundResult, attempt, length_bias
 from lit_rlsched.scheduling.down_sampling import RULES, Rule, informative, random
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.types import Group, stable_hash
@@ -112,7 +112,7 @@ class Stop:
         return bool(min(worst, best) >= half and max(worst, best) >= rest)
 
 
-def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
+def selection_metrics(round: Round, result: RoundResult) -> dict[str, float]:
     """Metrics of the selection: `down_sampling/*`."""
     kept = [c for c in round.completions if not c.dropped]
     empty = sum(all(c.dropped for c in g.completions) for g in round.groups)
@@ -121,6 +121,6 @@ def selection_metrics(round: Round, harvest: Harvest) -> dict[str, float]:
         "down_sampling/kept": len(kept) / len(round.completions),
         "down_sampling/empty_groups": empty / len(round.groups),
         "down_sampling/finished_over_drawn_length": length_bias(
-            [a.tokens for a in finished], [*finished, *(a for a in harvest.stopped if a.tokens)]
+            [a.tokens for a in finished], [*finished, *(a for a in result.stopped if a.tokens)]
         ),
     }

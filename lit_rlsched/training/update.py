@@ -13,7 +13,7 @@ import torch
 
 from lit_rlsched.ranks import Team
 from lit_rlsched.training.learner import Learner, PlainLearner
-from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep
+from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, Trained
 from lit_rlsched.training.precision import ForwardContext
 from lit_rlsched.training.round import NONFINITE, Round, cells, reward_matrix, set_advantages
 from lit_rlsched.training.schedule import RunSettings, Schedule
@@ -133,16 +133,18 @@ class Update:
         return step
 
     def _step_of(self, groups: Sequence[Group], version: int, **parts: Any) -> OptimizerStep:
+        trained = Trained(
+            self.settings.mask_truncated_completions,
+            self.learner.skip_zero_advantage,
+            self.off_policy,
+            only_version=version if self.schedule.mask_stale_tokens else None,
+        )
         return OptimizerStep(
             [Sample(g, c) for g in groups for c in g.completions],
             self.settings.micro_batch_tokens,
-            mask_truncated=self.settings.mask_truncated_completions,
-            skip_zero_advantage=self.learner.skip_zero_advantage,
-            off_policy=self.off_policy,
-            only_version=version if self.schedule.mask_stale_tokens else None,
+            trained,
             row_cost=self.learner.row_cost(),
-            rank=self.team.rank,
-            ranks=self.team.size,
+            rank=(self.team.rank, self.team.size),
             **parts,
         )
 

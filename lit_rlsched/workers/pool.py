@@ -80,17 +80,15 @@ class Result(NamedTuple):
         if (  # one expression that compares types, as this is done for each score
             (score is None or (type(score) is float and math.isfinite(score)))
             and (seconds is None or (type(seconds) is float and math.isfinite(seconds)))
-            and (failure is None or (type(failure) is str and kind_of(failure) in FAILURE_KINDS))
+            and (
+                failure is None
+                or (type(failure) is str and failure.partition(":")[0] in FAILURE_KINDS)
+            )
             and type(extra) is type(metrics) is dict
             and all(type(x) is list and all(type(y) is float for y in x) for x in metrics.values())
         ):
             return cls(seconds, score, failure, extra, metrics)
         raise BadMessage(f"a result with wrong types: {score!r:.80}")
-
-
-def kind_of(failure: str) -> str:
-    """Return the first word of a failure."""
-    return failure.partition(":")[0]
 
 
 def parse_message(data: bytes) -> tuple[str, list[Any]]:
@@ -117,24 +115,19 @@ def packed_row(
 ) -> bytes:
     """Return what `workers.child.Call` makes the arguments of a function from."""
     row = {name: value for name, value in columns.items() if name not in _NOT_COLUMNS}
-    row.update(
-        prompts=prompt,
-        completions=completion,
-        completion_ids=array("q", completion_ids),
-        trainer_state=trainer_state,
-    )
+    row |= {"prompts": prompt, "completions": completion, "trainer_state": trainer_state}
+    row["completion_ids"] = array("q", completion_ids)
     return pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Worker:
     """A process for code of users: it runs a script of `workers` and dies with this process."""
 
-    def __init__(
-        self, script: Path, setup: Mapping[str, Any], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, script: Path, pool: "Pool[Any]") -> None:
+        self.pool = pool
         self.ready = False
         """Whether everything is loaded."""
-        self.loading: str = setup["loads"][0][0]
+        self.loading: str = pool.setup["loads"][0][0]
         """What is being loaded."""
         self.error = ""
         """Why it could not be loaded."""
@@ -142,7 +135,7 @@ class Worker:
         self._child = ChildProcess(
             ["-P", str(script)],
             # the same hash seed in every worker: scores may depend on the order of a set (sympy)
-            {"PYTHONHASHSEED": "0", **environment},
+            {"PYTHONHASHSEED": "0", **pool.environment},
         )
         self.process, self.connection = self._child.process, self._child.connection
         # a read or write that makes no progress raises BlockingIOError
@@ -152,9 +145,9 @@ class Worker:
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.send(
             {
-                **setup,
+                **pool.setup,
                 "sys_path": [path or os.getcwd() for path in sys.path],
-                "withheld": [name for name in os.environ if name not in environment],
+                "withheld": [name for name in os.environ if name not in pool.environment],
             }
         )
 
@@ -200,7 +193,7 @@ class Pool(Generic[W]):
 class Workers(ABC, Generic[W]):
     """Runs code of users in guarded processes, so that it cannot harm the run.
 
-    Nothing happens between calls: `turn` reads answers, sends work and kills overdue workers.
+    Nothing happens between calls: `serve` reads answers, sends work and kills overdue workers.
     """
 
     kind: str
@@ -222,17 +215,15 @@ class Workers(ABC, Generic[W]):
         """Send work to workers that can take it."""
 
     @abstractmethod
-    def _received(self, pool: Pool[W], worker: W, kind: str, fields: list[Any]) -> None:
+    def _received(self, worker: W, kind: str, fields: list[Any]) -> None:
         """Use a message of a worker that is ready; raises `BadMessage`."""
 
     @abstractmethod
-    def _overdue(self, pool: Pool[W], worker: W) -> None:
+    def _overdue(self, worker: W) -> None:
         """Look at a worker that is due."""
 
     @abstractmethod
-    def _settle(
-        self, pool: Pool[W], worker: W, to_blame: Mapping[Any, str] | None, why: str
-    ) -> bool:
+    def _settle(self, worker: W, to_blame: Mapping[Any, str] | None, why: str) -> bool:
         """Fail the calls `to_blame` for a worker's end, and save the rest; were there any to blame?
 
         None: those that may have been running, because of `why`.
@@ -254,7 +245,7 @@ class Workers(ABC, Generic[W]):
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self.pending and not self._came and (left := end - time.monotonic()) > 0:
-            self.turn(min(left, 1.0))
+            self.serve(min(left, 1.0))
         return bool(self._came)
 
     @property
@@ -270,73 +261,65 @@ class Workers(ABC, Generic[W]):
                 for _ in range(pool.size):
                     self._launch(pool)
             while not all(worker.ready for worker in self._workers):
-                self.turn(1.0)
+                self.serve(1.0)
         except BaseException:
             self._end_all()
             raise
 
     def _launch(self, pool: Pool[W]) -> None:
-        worker = self.make(self.script, pool.setup, pool.environment)
+        worker = self.make(self.script, pool)
         pool.workers.append(worker)
-        self._selector.register(worker.connection, selectors.EVENT_READ, (pool, worker))
+        self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
-    def turn(self, seconds: float = 0.0) -> None:
+    def serve(self, seconds: float = 0.0) -> None:
         """Send work, receive answers for so long at most, and deal with overdue workers."""
         self._feed()
         block = min([seconds, *(worker.due - time.monotonic() for worker in self._workers)])
         while ready := self._selector.select(max(0.0, block)):
             block = 0.0
             for key, _ in ready:
-                self._receive(*key.data)
-        for pool in self._pools:
-            for worker in [*pool.workers]:
-                if worker.due > time.monotonic():
-                    continue
-                if worker.ready:
-                    self._overdue(pool, worker)
-                else:
-                    self._replace(pool, worker, f"not loaded within {STARTUP_TIMEOUT:g} s")
+                self._receive(key.data)
+        for worker in self._workers:
+            if worker.due > time.monotonic():
+                continue
+            if worker.ready:
+                self._overdue(worker)
+            else:
+                self._replace(worker, f"not loaded within {STARTUP_TIMEOUT:g} s")
         self._feed()
 
-    def _receive(self, pool: Pool[W], worker: W) -> None:
+    def _receive(self, worker: W) -> None:
         try:
             kind, fields = parse_message(worker.connection.recv_bytes(MAX_MESSAGE))
             if worker.ready:
-                self._received(pool, worker, kind, fields)
+                self._received(worker, kind, fields)
             elif kind == "loading":
                 (worker.loading,) = fields
             elif kind == "unloadable":
                 (worker.error,) = fields
             elif kind == "ready":
                 worker.ready, worker.deadline = True, math.inf
-                pool.failed_starts.clear()
-                pool.started = pool.started or all(worker.ready for worker in pool.workers)
+                worker.pool.failed_starts.clear()
+                worker.pool.started |= all(worker.ready for worker in worker.pool.workers)
             else:
                 raise BadMessage(f"`{kind}` before it was ready")
         except (EOFError, OSError):
-            self._replace(pool, worker)
+            self._replace(worker)
         except BadMessage as error:
-            self._replace(pool, worker, f"crashed: the worker sent {error}")
-
-    def _end(self, pool: Pool[W], worker: W) -> str:
-        """Kill a worker, and return how it ended."""
-        self._selector.unregister(worker.connection)
-        pool.workers.remove(worker)
-        return worker.kill()
+            self._replace(worker, f"crashed: the worker sent {error}")
 
     def _replace(
-        self,
-        pool: Pool[W],
-        worker: W,
-        why: str | None = None,
-        to_blame: Mapping[Any, str] | None = None,
+        self, worker: W, why: str | None = None, to_blame: Mapping[Any, str] | None = None
     ) -> None:
         """Kill a worker and launch another one."""
-        death = self._end(pool, worker)
+        pool = worker.pool
+        self._selector.unregister(worker.connection)
+        pool.workers.remove(worker)
+        death = worker.kill()
         if not worker.ready:
-            self._start_failed(pool, worker, why, death)
+            self._start_failed(worker, why, death)
         why = why or f"crashed: the worker {death}"
-        if not self._settle(pool, worker, to_blame, why) and worker.ready:
+        if not self._settle(worker, to_blame, why) and worker.ready:
             logger.warning(
                 "a %s worker %s; another one does what it has not done", self.kind, death
             )
@@ -350,8 +333,9 @@ class Workers(ABC, Generic[W]):
             )
         self._launch(pool)
 
-    def _start_failed(self, pool: Pool[W], worker: W, why: str | None, death: str) -> None:
+    def _start_failed(self, worker: W, why: str | None, death: str) -> None:
         """Note why a worker did not start; end the run if the next one would not either."""
+        pool = worker.pool
         reason = worker.error or why or f"the worker {death}"
         pool.failed_starts.append(reason)
         logger.warning("%s failed to load in a worker: %s", worker.loading, reason)

@@ -41,7 +41,7 @@ class Late(BaseException):
 
 
 @dataclass
-class Session:
+class EnvSession:
     """The object and the tools of one completion."""
 
     name: str | None
@@ -52,18 +52,15 @@ class Session:
 class Sessions(Child):
     """Holds a session for each completion; calls of different ones run at the same time."""
 
-    def __init__(self, *given: int) -> None:
-        super().__init__(*given)
+    def serve(self) -> None:
+        """Answer until the parent closes the connection."""
         self._tools: dict[str, Callable[..., Any]] = {}
         self._factories: dict[str | None, Callable[[], Any]] = {}
         self._rewards: dict[int, Callable[..., Any]] = {}
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, EnvSession] = {}
         self._idle: dict[str | None, list[Any]] = {}
         """Objects whose session is over, by environment: made once, reset often, as in TRL."""
         self._running: set[asyncio.Task[None]] = set()
-
-    def serve(self) -> None:
-        """Answer until the parent closes the connection."""
         loaded, setup = self.load()
         for key, one in loaded.items():
             match key:
@@ -151,11 +148,11 @@ class Sessions(Child):
             else:
                 observation = await self._run(instance.reset, limit, **columns)
             tools = tools | {method: getattr(instance, method) for method in self._methods[name]}
-        self._sessions[key] = Session(name, instance, tools)
+        self._sessions[key] = EnvSession(name, instance, tools)
         return None if observation is None else text_of(observation)
 
     async def _call(
-        self, session: Session, calls: Sequence[tuple[str, Any]]
+        self, session: EnvSession, calls: Sequence[tuple[str, Any]]
     ) -> list[tuple[str, str | list[Any], bool]]:
         """Call tools in TRL's order: sync ones one after the other, then async ones together."""
         replies, waiting = [], []
@@ -184,7 +181,7 @@ class Sessions(Child):
             return name, text_of({"error": str(error)}), True
 
     async def _reward(
-        self, session: Session, payload: bytes, timeout: float
+        self, session: EnvSession, payload: bytes, timeout: float
     ) -> list[tuple[Any, ...]]:
         """Call the reward functions; return number and the fields of a `Result` of each."""
         results = []

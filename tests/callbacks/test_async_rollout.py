@@ -1,6 +1,5 @@
 """Rounds drawn during the update: each token has the log-prob of its version, and a bounded age."""
 
-import copy
 import random
 import threading
 import time
@@ -9,38 +8,24 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from seen_rounds import At, Rounds, vector
+from seen_rounds import At, Policies, Rounds, vector
 from slow_parts import slowly
 
 from lit_rlsched import GRPOModule
 from lit_rlsched.callbacks import (
     AsyncRollout,
-    DownSampling,
-    DynamicSampling,
     RoundCheckpoint,
-    StreamedTraining,
 )
 from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.settings import UsageError
-from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.schedule import RunFacts
 
 STEPS = 2
 
 
-class Policies(Rounds):
-    """Keeps the policy of each version, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.policies = {}
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        self.policies.setdefault(trainer.global_step, copy.deepcopy(pl_module.model).eval())
-
-    on_train_start = on_train_batch_end
+class Seen(Policies):
+    """The log-probs of what was drawn, too."""
 
     @property
     def drawn(self):
@@ -49,7 +34,7 @@ class Policies(Rounds):
 
 
 def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, decoder=None, **data):
-    seen = Policies()
+    seen = Seen()
     _, module, datamodule = fit(
         GRPOModule(tiny_model, learning_rate=1e-2),
         [*callbacks, AsyncRollout(**(how or {})), seen],
@@ -59,21 +44,6 @@ def run(fit, tiny_model, *callbacks, how=None, trainer=None, ckpt_path=None, dec
         **{"num_generations": 3, "steps_per_round": STEPS, "prompts_per_round": 2, **data},
     )
     return seen, vector(module), datamodule
-
-
-@torch.no_grad()
-def gaps_of(seen, group, completion):
-    """How far the log-prob of each token is from that of the policy of its version."""
-    prompt, spans = group.prompt.token_ids, completion.segments
-    ids = torch.tensor([[*prompt, *completion.token_ids]])
-    sizes = torch.tensor([len(prompt)]), torch.tensor([len(completion.token_ids)])
-    found = {
-        v: completion_logprobs(seen.policies[v], ids, *sizes, temperature=1.0)[0][0]
-        for v, _ in spans
-    }
-    versions = [version for version, tokens in spans for _ in range(tokens)]
-    drawn = enumerate(zip(completion.logprobs, versions, strict=True))
-    return [abs(logp - float(found[version][i])) for i, (logp, version) in drawn]
 
 
 @pytest.mark.mostly_slow("how0-TransformersEngine")
@@ -92,7 +62,7 @@ def test_each_token_was_drawn_by_its_version_and_none_is_too_old(fit, tiny_model
                 versions = [version for version, tokens in c.segments for _ in range(tokens)]
                 assert versions == sorted(versions) and len(versions) == len(c.token_ids)
                 ages.add(round.version - versions[0])
-                gaps += gaps_of(seen, group, c)
+                gaps += seen.gaps(group, c)
     assert max(gaps) < 1e-4 and max(ages) <= most * STEPS
     first, *later = seen.metrics
     assert "async_rollout/wait_seconds" not in first
@@ -214,8 +184,7 @@ def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkey
     save = Trainer.save_checkpoint
 
     def note(trainer, *args, **kwargs):
-        session = trainer.datamodule.run.session
-        waits.append(session is not None and session.background.running)
+        waits.append(trainer.datamodule.run.ahead is not None)
         return save(trainer, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "save_checkpoint", note)
@@ -237,27 +206,3 @@ def test_defaults(fit, tiny_model):
     assert sizes(facts, max_staleness=1, too_old="wait") == (2, 0, 2, None)
     assert sizes(RunFacts(data.run.settings, sharded="FSDP2Strategy")) == (3, 1, 4, None)
     assert sizes(facts, prompts_in_flight=5, max_staleness=3, too_old="wait") == (5, 1, 6, None)
-
-
-@pytest.mark.parametrize(
-    ("how", "callbacks", "match"),
-    [
-        (
-            {"prompts_in_flight": 1},
-            [],
-            r"prompts_in_flight=1, max_staleness=2\)`: .* use 2 or more",
-        ),
-        ({"prompts_in_flight": 5, "too_old": "wait"}, [], r"use 2 to 4, or a larger `max_stal"),
-        ({}, [StreamedTraining()], r"`AsyncRollout` with `StreamedTraining`"),
-        ({}, [DynamicSampling()], r"`DynamicSampling` with a window in which prompts overtake"),
-        ({}, [DownSampling(2, early_stop=True)], r"early_stop=True\)` with a window"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fit, tiny_model, how, callbacks, match):
-    with pytest.raises(UsageError, match=match):
-        run(fit, tiny_model, *callbacks, how=how)
-
-
-def test_an_engine_in_the_trainers_process_is_refused(fit, tiny_model):
-    with pytest.raises(UsageError, match="`AsyncRollout` with `engine=TransformersEngine`"):
-        fit(GRPOModule(tiny_model), [AsyncRollout()], engine=TransformersEngine())

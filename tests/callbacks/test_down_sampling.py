@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from seen_rounds import vector
 
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
@@ -76,12 +77,13 @@ class Recorder(RolloutCallback):
 
     def on_round_end(self, trainer, pl_module, round):
         data = trainer.datamodule
-        controller = data.run.session.controller
-        assert not controller.worker.busy and not controller._live and not controller.scorer.pending
+        session = data.run.session
+        rollout = session._rollout
+        assert not session.worker.busy and not rollout._requests.live and not session.scorer.pending
         assert data.run.session.engine.stats().running == 0
         self.rounds.append(round)
         self.counters.append(dict(data.run.counters))
-        stopped = [c for some in controller.state.stopped.values() for c in some]
+        stopped = [c for some in rollout.state.stopped.values() for c in some]
         self.stopped.append([(c.index, len(c.token_ids)) for c in stopped])
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -102,10 +104,6 @@ class Recorder(RolloutCallback):
             for g in r.groups
             for c in kept(g)
         ]
-
-
-def vector(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def kept(group):

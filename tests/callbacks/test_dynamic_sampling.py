@@ -41,7 +41,7 @@ class Recorder(Rounds):
     def on_round_end(self, trainer, pl_module, round):
         super().on_round_end(trainer, pl_module, round)
         run = trainer.datamodule.run
-        assert not run.session.controller.worker.busy and len(run.pool) == 0
+        assert not run.session.worker.busy and len(run.pool) == 0
 
     @property
     def groups_of_steps(self):

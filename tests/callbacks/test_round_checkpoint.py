@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_rlsched.callbacks import RNGState, RolloutCallback, RoundCheckpoint
 from lit_rlsched.cli.summary import next_commands
-from lit_rlsched.run.interrupts import heed
+from lit_rlsched.run.interrupts import check_interrupt
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO, read_checkpoint
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
 
@@ -105,7 +105,7 @@ class Stop(RolloutCallback):
     def stop(self, trainer, place):
         if place == self.place and trainer.datamodule.run.num_rounds == 1:
             trainer._signal_connector.received_sigterm = True
-            heed(trainer)
+            check_interrupt(trainer)
 
     def on_completion_end(self, trainer, pl_module, completion):
         self.stop(trainer, "rollout")

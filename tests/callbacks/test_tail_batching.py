@@ -2,7 +2,6 @@ from functools import partial
 from importlib.util import find_spec
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import (
@@ -24,27 +23,19 @@ FIVE = [False, False, False, False, True]
 
 
 class Recorder(RolloutCallback):
-    """Keeps rounds, what was planned for them, and what hooks saw."""
+    """Keeps rounds, what was planned for them, and what they left."""
 
     def __init__(self):
-        self.rounds, self.plans, self.pools, self.counters = [], [], [], []
-        self.completions_ended, self.groups_ended = [], []
+        self.rounds, self.plans, self.pools = [], [], []
 
     def on_round_start(self, trainer, pl_module, plan):
         self.plans.append([g.copy() for g in plan])
 
-    def on_completion_end(self, trainer, pl_module, completion):
-        self.completions_ended.append((trainer.datamodule.run.num_rounds, completion.finished))
-
-    def on_group_end(self, trainer, pl_module, group):
-        self.groups_ended.append((trainer.global_step, group.id))
-
     def on_round_end(self, trainer, pl_module, round):
         data = trainer.datamodule
-        assert not data.run.session.controller.worker.busy and not data.run.session.scorer.pending
+        assert not data.run.session.worker.busy and not data.run.session.scorer.pending
         self.rounds.append(round)
         self.pools.append([g.copy() for g in data.run.pool])
-        self.counters.append(dict(data.run.counters))
 
     @property
     def long(self):
@@ -53,10 +44,6 @@ class Recorder(RolloutCallback):
     @property
     def trained(self):
         return [g.id for r in self.rounds for g in r.groups]
-
-
-def vector(module):
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def check(recorder, update=4, size=2, raced=5):
@@ -120,20 +107,6 @@ def test_on_vllm(fit):
     assert data.run.counters["dropped/stopped"] >= 5 * 4
 
 
-# The synchronous run.
-
-
-def test_without_a_race_it_is_the_synchronous_run(fit):
-    plain, raced = Recorder(), Recorder()
-    _, module, data = fit(callbacks=[plain], num_generations=3)
-    _, same, again = fit(callbacks=[raced, TailBatching(1)], num_generations=3)
-    assert torch.equal(vector(same), vector(module))
-    assert again.run.counters == data.run.counters
-    for a, b in zip(raced.rounds, plain.rounds, strict=True):
-        assert a.groups == b.groups  # tokens, log-probs, versions, scores, advantages
-    assert raced.long == [False, False] and raced.pools == [[], []]
-
-
 def hangs():
     """For the prompts with one answer."""
 
@@ -166,37 +139,6 @@ def test_a_reward_function_that_hangs_does_not_hold_a_short_round(fit, sums, mon
     assert [g.id for g in recorder.rounds[0].groups] == [g.id for g in recorder.plans[0][1:]]
     assert [g.id for g in data.run.pool] == [hung.id]
     assert recorder.rounds[0].metrics["time/rollout"] < 8.0
-
-
-# Stopping and going on.
-
-
-@pytest.mark.slow
-def test_stopped_while_some_wait_and_resumed(fit, tmp_path):
-    def run(epochs, folder, ckpt_path=None):
-        recorder = Recorder()
-        save = ModelCheckpoint(tmp_path / folder, save_last=True, every_n_epochs=1)
-        trainer = {"max_epochs": epochs, "enable_checkpointing": True}
-        batching = TailBatching(completion_ratio=1.25)
-        callbacks = [RNGState(), recorder, batching, save, MicroGroupSampling(slots=5)]
-        _, module, data = fit(callbacks=callbacks, trainer=trainer, ckpt_path=ckpt_path, **SMALL)
-        return recorder, vector(module), data
-
-    whole, weights, data = run(7, "whole")
-    first, _, _ = run(3, "part")
-    assert [g.deferred for g in first.pools[-1]] == [1, 1, 1]
-    second, resumed, again = run(7, "part", tmp_path / "part" / "last.ckpt")
-    assert torch.equal(resumed, weights) and again.run.counters == data.run.counters
-    got = [*first.rounds, *second.rounds]
-    assert [r.number for r in got] == list(range(7))
-    assert first.long + second.long == whole.long
-    for a, b in zip(got, whole.rounds, strict=True):
-        assert a.groups == b.groups
-        for name in ("pool/rounds", "pool/useful_token_share", "pool/trained_over_drawn_length"):
-            assert a.metrics.get(name) == b.metrics.get(name)
-
-
-# What a user gets wrong.
 
 
 # Quotas of domains.

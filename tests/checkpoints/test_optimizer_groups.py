@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
+from seen_rounds import At
 from torch.optim import SGD, Adam, AdamW
 
 from lit_rlsched import GRPOModule
@@ -159,21 +159,12 @@ class Whole(GRPOModule):
         return AdamW(self.parameters(), lr=1e-3)
 
 
-class Keep(Callback):
-    """Saves in the run."""
-
-    def __init__(self, path: Any) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 def test_layers_that_an_optimizer_has_but_nothing_thawed_stay_frozen(
     tiny_model, save, resume, tmp_path
 ):
     path = tmp_path / "in the run.ckpt"
-    save(Whole(tiny_model), Thaws(9), Keep(path))
+    keep = At(lambda trainer, *_: trainer.save_checkpoint(path), "on_train_epoch_end")
+    save(Whole(tiny_model), Thaws(9), keep)
     module = Whole(tiny_model)
     resume(module, path, Thaws(9), epochs=2)
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_module import Plain
-from seen_rounds import Rounds, weights
+from seen_rounds import Rounds, vector
 
 from lit_rlsched.callbacks import RNGState, RoundCheckpoint
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
@@ -69,4 +69,4 @@ def test_a_run_resumed_again_and_again_has_as_many_rounds(
         path = newest_checkpoint(tmp_path / "stopped")
     assert numbers == [0, 1, 2, 3]
     assert (trainer.global_step, trainer.current_epoch) == (4 * steps, 4)
-    assert weights(module) == pytest.approx(weights(whole), abs=0)
+    assert vector(module) == pytest.approx(vector(whole), abs=0)

@@ -11,6 +11,7 @@ from lit_rlsched.training.micro_batches import (
     PromptRow,
     RowCost,
     StepTotals,
+    Trained,
     share_prompts,
     split_by_tokens,
 )
@@ -68,16 +69,16 @@ def test_a_micro_batch_by_hand():
 
 def test_what_is_left_out_still_counts_in_the_normalisers():
     rows = [row(advantage=0.0), row(), row(reason="length"), row(dropped="nonfinite_logprob")]
-    step = OptimizerStep(rows, 100, skip_zero_advantage=True)
+    step = OptimizerStep(rows, 100, Trained(skip_zero_advantage=True))
     assert (step.totals.sequences, step.totals.tokens) == (3, 15)
     assert sum(len(b) for b in step.micro_batches) == 2
-    step = OptimizerStep(rows, 100, mask_truncated=True)
+    step = OptimizerStep(rows, 100, Trained(mask_truncated=True))
     assert (step.totals.sequences, step.totals.tokens) == (3, 10)
     assert sum(len(b) for b in step.micro_batches) == 2
 
 
 def test_a_step_may_be_empty():
-    step = OptimizerStep([row(advantage=0.0)], 100, skip_zero_advantage=True)
+    step = OptimizerStep([row(advantage=0.0)], 100, Trained(skip_zero_advantage=True))
     assert len(step) == 0 and list(step) == []
     assert step.padding().positions == 0
 
@@ -118,7 +119,7 @@ def spanned(*spans, advantage=1.0, reason="stop", dropped=None, uid="a"):
 
 def test_stale_tokens_are_masked_by_hand():
     rows = [spanned((1, 2), (3, 1)), spanned((3, 4)), spanned((1, 1), (2, 2), (3, 3))]
-    step = OptimizerStep(rows, 1000, only_version=3)
+    step = OptimizerStep(rows, 1000, Trained(only_version=3))
     assert (step.totals.sequences, step.totals.tokens) == (3, 1 + 4 + 3)
     masks = [
         (int(n), mask.tolist())
@@ -141,7 +142,7 @@ def test_what_else_is_left_out_of_a_step_of_one_version():
         spanned((2, 2), (3, 3)),
     ]
     step = OptimizerStep(
-        rows, 1000, mask_truncated=True, skip_zero_advantage=True, only_version=3
+        rows, 1000, Trained(mask_truncated=True, skip_zero_advantage=True, only_version=3)
     )  # fmt: skip
     assert (step.totals.sequences, step.totals.tokens) == (3, 6)
     assert [len(batch) for batch in step.micro_batches] == [1]
@@ -157,7 +158,7 @@ def test_the_mask_is_on_the_tokens_of_the_version(drawn, budget):
     for i, by_token in enumerate(drawn):
         spans = [(v, by_token.count(v)) for v in sorted(set(by_token))]
         rows.append(spanned(*spans, uid=str(i)))
-    step = OptimizerStep(rows, budget, only_version=2)
+    step = OptimizerStep(rows, budget, Trained(only_version=2))
     fresh = [by_token for by_token in drawn if 2 in by_token]
     assert step.totals.sequences == len(drawn)
     assert step.totals.tokens == sum(by_token.count(2) for by_token in fresh)
@@ -243,8 +244,8 @@ def test_padding_of_shared_rows_is_counted_as_it_is_made(shapes, budget, skip):
         one.completion.advantage = 0.0
     for one in rows[1::5]:
         one.completion.dropped = "nonfinite_logprob"
-    step = OptimizerStep(rows, budget, skip_zero_advantage=skip, row_cost=ALWAYS)
-    plain = OptimizerStep(rows, budget, skip_zero_advantage=skip)
+    step = OptimizerStep(rows, budget, Trained(skip_zero_advantage=skip), row_cost=ALWAYS)
+    plain = OptimizerStep(rows, budget, Trained(skip_zero_advantage=skip))
     assert step.totals == plain.totals and step.samples == plain.samples
     trained = [r for rows in step.micro_batches for r in rows]
     assert {id(r) for r in trained} == {id(r) for rows in plain.micro_batches for r in rows}

@@ -39,7 +39,7 @@ def test_a_run_repeats_references_to_one_tokenised_prompt():
     assert len(engine.requests) == 15
     for request in engine.requests:
         assert request.prompt_ids is by_uid[request.id[0]].token_ids
-    for group in drawn.harvest.trained:
+    for group in drawn.trained:
         assert group.prompt is by_uid[group.id[0]] and len(group.completions) == 5
 
 

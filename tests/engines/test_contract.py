@@ -455,19 +455,6 @@ def test_an_id_is_free_again_after_its_end(ready: Bench) -> None:
     assert all(one.finish_reason for one in run(ready.engine, requests(2)).values())
 
 
-@every_decoder
-@pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_resumed_greedy_request_goes_on_as_if_uninterrupted(ready: Bench, cut: int) -> None:
-    (whole,) = requests(1, LONG_PROMPT, temperature=0.0)
-    expected = run(ready.engine, [whole])["r0"]
-    start = run(ready.engine, [whole], steps=cut)["r0"]
-    ready.engine.abort(["r0"])
-    rest = run(ready.engine, [replace(whole, prefix_ids=start.token_ids)])["r0"]
-    assert start.token_ids + rest.token_ids == expected.token_ids
-    assert start.logprobs + rest.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert rest.finish_reason == expected.finish_reason
-
-
 @every_engine
 @pytest.mark.parametrize("cut", [1, 2, 7, 20, 31, 39])
 def test_a_paused_request_goes_on_as_if_it_had_not(ready: Bench, cut: int) -> None:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from bare_rollout import hooks_of, rollout_on
 from lightning.pytorch.callbacks import ModelCheckpoint
 from placements import process_only
 from sampled_groups import GENERATIONS, PROMPTS, plan
@@ -27,7 +28,6 @@ from lit_rlsched.engines import (
 )
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
@@ -41,13 +41,14 @@ LIMIT = 200
 def draw(engine, rule, slots=12, on_group=lambda group: None):
     """Groups after a round, who ran when, and the round's state."""
     worker = engine.make_worker(Admission(slots // len(engine.engines)))
-    trace, groups = worker.start_trace(), plan(LIMIT)
-    controller = RolloutController(worker, Unscored(), seed=1, on_group=on_group)
-    list(controller.run(groups, rule, 0))
+    hooks, groups = hooks_of(group_ended=on_group), plan(LIMIT)
+    rollout = rollout_on(worker, Unscored(), groups, rule, hooks=hooks, seed=1)
+    trace = rollout.trace
+    list(rollout.decode())
     assert not worker.busy and not any(engine.each(lambda one: one.stats().running))
     columns = ("request", "slot", "start_step", "end_step", "tokens")
     spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))
-    return groups, spans, [group.id for group in controller.state.decoded]
+    return groups, spans, [group.id for group in rollout.state.decoded]
 
 
 def completions(groups):

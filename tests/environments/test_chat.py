@@ -10,7 +10,7 @@ from tool_families import of_family, tokenizer_of
 from worlds import with_tools
 
 from lit_rlsched.environments.chat import Call, ToolChat
-from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.protocol import Environments, ToolSettings
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.settings import UsageError
@@ -192,7 +192,8 @@ def our_loop(tokenizer, scripts, prompts, prompt_ids, limit, iterations):
     environments = Environments([add])
     scheduler = EnvironmentScheduler(environments)
     chat = ToolChat(tokenizer, None, [tokenizer.eos_token_id])
-    turns = Turns(environments, chat, scheduler, 0, lambda *_: {}, iterations)
+    tools = ToolSettings(environments, iterations)
+    turns = Turns(tools, chat, scheduler, 0, lambda *_: {})
     completions, left = [], {}
     for i, script in enumerate(scripts):
         prompt = Prompt(f"{i}", prompts[i], tuple(prompt_ids[i]))

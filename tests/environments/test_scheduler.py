@@ -199,7 +199,7 @@ def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
     assert kinds["lost"] and kinds["crashed"] and kinds["call"] > KILLS
     scheduler.end_round()
     while scheduler.open_sessions or not all(worker.ready for worker in scheduler._workers):
-        scheduler.turn(0.1)
+        scheduler.serve(0.1)
     assert scheduler.pending == 0
     assert (held() == nothing + each * 4).all() and len(scheduler._workers) == 4
 

@@ -12,7 +12,7 @@ from trl_worlds import Echo, Words, reward_of
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.environments.chat import ToolChat
-from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.environments.protocol import Environments, ToolSettings
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.rollout.scoring import Scorer
@@ -156,7 +156,7 @@ def of_ours(policy, tokenizer, factory, rewards, rows, turns):
     table = load_rows(rows, has_objects=True)
     prompts = make_prompts(table, tokenizer, max_prompt_length=999, environments=environments)
     row = Scorer(scheduler, tokenizer.decode).arguments
-    controlled = Turns(environments, chat, workers, 0, row)
+    controlled = Turns(ToolSettings(environments), chat, workers, 0, row)
     groups, left = [], {}
     for prompt in prompts:
         completions = [Completion(i) for i in range(4)]

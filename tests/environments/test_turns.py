@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning import Trainer
 from placements import on_ray
-from seen_rounds import weights
+from seen_rounds import Rounds, vector
 from transformers import AutoTokenizer
 from worlds import CHATS as ROWS
 from worlds import Troubled, lengths, look, notes, one
@@ -26,7 +26,6 @@ from lit_rlsched.callbacks import (
     DownSampling,
     LengthPrediction,
     MicroGroupSampling,
-    RolloutCallback,
     RolloutWindow,
     SortedBatching,
     TailBatching,
@@ -37,14 +36,6 @@ from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VL
 from lit_rlsched.environments.protocol import Environments
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import ENVIRONMENT, Sample
-
-
-class Seen(RolloutCallback):
-    def __init__(self):
-        self.rounds = []
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.rounds.append(round)
 
 
 @pytest.fixture
@@ -61,7 +52,7 @@ def run(exact_model, tools_tokenizer, tmp_path):
         ckpt_path=None,
         **data,
     ):
-        seen = Seen()
+        seen = Rounds()
         settings = {
             "prompts_per_round": 4,
             "num_generations": 4,
@@ -153,7 +144,7 @@ DELAYS = {
 )
 def test_how_long_tools_take_decides_nothing(run, plain, callbacks):
     module, rounds = run(*plain, environment_factory=notes(), max_epochs=3)
-    first, trained = drawn(rounds), weights(module)
+    first, trained = drawn(rounds), vector(module)
     assert any(c.scores[0] for c in rounds[0].completions)
     for delay in list(DELAYS.values())[1:]:
         made = notes(delay)
@@ -161,7 +152,7 @@ def test_how_long_tools_take_decides_nothing(run, plain, callbacks):
             *callbacks(), environment_factory=made, environment_workers=2, max_epochs=3
         )
         assert drawn(rounds) == first
-        assert_same(weights(module), trained)
+        assert_same(vector(module), trained)
 
 
 def test_siblings_see_the_same_task(run):
@@ -241,7 +232,7 @@ def test_any_engine_draws_the_same(run, engine, request):
     module, rounds = run(environment_factory=notes())
     elsewhere, others = run(MicroGroupSampling(slots=4), environment_factory=notes(), **engine)
     assert drawn(others) == drawn(rounds)
-    assert_same(weights(module), weights(elsewhere))
+    assert_same(vector(module), vector(elsewhere))
 
 
 @pytest.fixture(scope="module")

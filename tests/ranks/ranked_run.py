@@ -32,7 +32,7 @@ from struck_engines import struck
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks, engines
 from lit_rlsched import ranks as team_watch
 from lit_rlsched.callbacks import RNGState, RolloutCallback
-from lit_rlsched.engines import child
+from lit_rlsched.engines import process_engine
 from lit_rlsched.run import run_config, same_ranks, training_run
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
@@ -144,7 +144,7 @@ def run(folder, name, ranks=1, strategy="auto", rounds=2, precision="32-true", m
     team_watch.SILENCE = more.get("silence", team_watch.SILENCE)
     same_ranks.SLOW, limit = more.get("waits", (same_ranks.SLOW, None))
     if "hang" in more:
-        child.ANSWER = more["hang"]
+        process_engine.ANSWER = more["hang"]
     kinds = {"grpo": GRPOModule, "rloo": RLOOModule}
     settings = {"learning_rate": 3e-4, **more.get("module", {})}
     kind = kinds[settings.pop("kind", "grpo")]

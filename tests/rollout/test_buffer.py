@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rlsched.rollout.packing import pack, unpack
-from lit_rlsched.rollout.planner import RolloutBuffer
+from lit_rlsched.rollout.pool import Pool
+from lit_rlsched.rollout.result import RoundResult
+from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.types import Completion, Draft, Event, Group, Prompt, Sampling
 
 floats = st.floats(-1e3, 0, allow_nan=False)
@@ -48,7 +50,7 @@ def pools(draw):
         Group(
             f"{g}@0",
             Prompt(str(g), f"prompt {g}", (g,)),
-            Sampling(8, temperature=0.7),
+            Sampling(8, 0.7, 0.9, 7, 0.01),
             [draw(completions(i, scored)) for i in range(size)],
         )
         for g, size in enumerate(sizes)
@@ -118,24 +120,10 @@ def partial_pool():
     )
     dropped = Completion(1, [9] * 4, [-1.0] * 4, [(4, 4)], "length", dropped="nonfinite_logprob")
     blank = [Completion(0), Completion(1, attempts=4)]
-    pool = RolloutBuffer()
+    pool = Pool(Sampling(4), 2)
     for name, completions in (("a", [half, done]), ("b", blank), ("c", [dropped])):
         pool.add(Group(f"{name}@0", prompts[name], Sampling(4, 0.5, 0.9, 7, 0.01), completions))
     return pool, prompts
-
-
-def test_partial_completions_survive_a_checkpoint():
-    pool, prompts = partial_pool()
-    other = RolloutBuffer()
-    other.load_state_dict(saved(pool.state_dict()), prompts.__getitem__)
-    assert list(other) == list(pool) == list(partial_pool()[0])
-    half, done = next(iter(other)).completions
-    assert (half.attempts, half.segments, half.scored) == (2, [(3, 1), (5, 2)], False)
-    assert (done.scores, done.logged) == ([1.0, None], {"spread": [0.5, 0.25]})
-    assert done.extra == {"answer": [1, None, "x"], "nested": {"y": 0.5}}
-    half.take(Event("a@0/0", [1], [-0.75], "stop"), version=6)  # goes on, and not in the other
-    assert half.segments == [(3, 1), (5, 2), (6, 1)]
-    assert list(pool) == list(partial_pool()[0])
 
 
 def test_what_is_left_keeps_its_place():
@@ -143,12 +131,12 @@ def test_what_is_left_keeps_its_place():
     pool.add(Group("d@1", prompts["a"], Sampling(4), [Completion(0)]))
     a, b, c, d = (group.copy() for group in pool)
     b.completions = b.completions[1:]
-    pool.settle([a, b, c], left=[b])
+    pool.commit(RoundResult([a, b, c], [a, c], [b], [], []), FullRound(2))
     assert [g.id for g in pool] == ["b@0", "d@1"]
     assert next(iter(pool)) is b and list(pool)[1] == d
     pool.add(a)
     assert [g.id for g in pool] == ["b@0", "d@1", "a@0"]
-    pool.settle([b, d, a], left=[a, b])  # in whatever order
+    pool.commit(RoundResult([b, d, a], [d], [a, b], [], []), FullRound(2))  # in whatever order
     assert [g.id for g in pool] == ["b@0", "a@0"]
 
 
@@ -173,8 +161,8 @@ def test_a_restart_forgets_all_but_the_attempts():
 def test_a_pool_begun_anew_tells_what_it_throws_away():
     pool, _ = partial_pool()
     tokens = sum(len(c.token_ids) for c in pool.completions)
-    assert pool.restart() == tokens > 0
-    assert pool.restart() == 0
+    assert pool.leave_run() == tokens > 0
+    assert pool.leave_run() == 0
     assert all(c == Completion(c.index) for c in pool.completions)
 
 

@@ -1,47 +1,31 @@
 import math
 import random
+from functools import partial
 
 import pytest
+from bare_rollout import hooks_of, rollout_on
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled_groups import plan
 
 from lit_rlsched.engines import SimulatedEngine, TransformersEngine
 from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import RolloutController, completion_seed
-from lit_rlsched.rollout.scoring import Feedback, Scorer
+from lit_rlsched.rollout.requests import completion_seed
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.training.selection import Selection, Stop
-from lit_rlsched.types import Completion, Event, Group, Prompt, Sampling
+from lit_rlsched.types import Completion, Event
+
+groups = partial(plan, 16)
 
 
-def groups(num_prompts, num_generations, limit=16, temperature=1.0):
-    return [
-        Group(
-            f"{p}@0",
-            Prompt(str(p), f"prompt {p}", (4 + p % 10, 5, 6)),
-            Sampling(limit, temperature),
-            [Completion(i) for i in range(num_generations)],
-        )
-        for p in range(num_prompts)
-    ]
-
-
-@pytest.fixture(scope="module")
-def scheduler():
-    def reward(prompts, completions, completion_ids, **kwargs):
-        return [float(len(ids)) for ids in completion_ids]
-
-    with RewardScheduler([reward]) as scheduler:
-        yield scheduler
-
-
-def controller(engine, scheduler, slots, refill="continuous", **hooks):
+def rollout_of(plan, engine, scheduler, slots, refill="continuous", **hooks):
     worker = RolloutWorker(engine, Admission(slots, refill))
-    return RolloutController(worker, Scorer(scheduler, lambda ids: str(ids)), seed=1, **hooks)
+    scorer, rule = Scorer(scheduler, lambda ids: str(ids)), FullRound(len(plan))
+    return rollout_on(worker, scorer, plan, rule, hooks=hooks_of(**hooks), seed=1)
 
 
 def simulated(slots, lengths):
@@ -60,33 +44,32 @@ def simulated(slots, lengths):
 def test_every_completion_exactly_once(scheduler, prompts, size, slots, refill, random):
     lengths = {f"{p}@0/{i}": random.randint(1, 16) for p in range(prompts) for i in range(size)}
     plan, seen, ended = groups(prompts, size), [], []
-    run = controller(
-        simulated(slots, lengths),
-        scheduler,
-        slots,
-        refill,
-        on_completion=lambda c: seen.append(id(c)),
-        on_group=lambda g: ended.append(g.id),
+    engine = simulated(slots, lengths)
+    run = rollout_of(
+        *(plan, engine, scheduler, slots, refill),
+        completion_ended=lambda c: seen.append(id(c)),
+        group_ended=lambda g: ended.append(g.id),
     )
-    done = [g.id for g in run.run(plan, FullRound(prompts), version=0)]
+    done = [g.id for g in run.decode()]
     assert sorted(done) == sorted(ended) == sorted(g.id for g in plan)
     assert sorted(seen) == sorted(id(c) for g in plan for c in g.completions)
     for group in plan:
         for c in group.completions:
             assert len(c.token_ids) == len(c.logprobs) == lengths[f"{group.id}/{c.index}"]
             assert c.scores == [float(len(c.token_ids))]
-    trace = run.worker.trace
+    trace = run.trace
     assert max(trace.steps["running"]) <= slots
     assert trace.busy_slot_steps == trace.tokens == sum(lengths.values())
-    assert not run.worker.busy and run.worker.engine.stats().running == 0
+    assert not run.session.worker.busy and engine.stats().running == 0
 
 
 def test_stopping_early_aborts_the_rest(scheduler):
     engine = simulated(4, {f"{p}@0/0": 2 + p for p in range(6)})
-    run = controller(engine, scheduler, 4)
-    first = next(run.run(groups(6, 1), FullRound(6), version=0))
-    assert first.id == "0@0"
-    assert engine.stats().running == 0 and not run.worker.busy and run.scorer.pending == 0
+    run = rollout_of(groups(6, 1), engine, scheduler, 4)
+    assert next(run.decode()).id == "0@0"
+    run.cancel()
+    session = run.session
+    assert engine.stats().running == 0 and not session.worker.busy and session.scorer.pending == 0
 
 
 class NaNEngine(SimulatedEngine):
@@ -104,10 +87,10 @@ class NaNEngine(SimulatedEngine):
 def test_a_completion_without_finite_logprobs_is_counted_and_dropped(scheduler):
     engine = NaNEngine(lengths=[3, 4, 5, 2])
     engine.start(EngineSpec("", slots=4, max_model_len=64, eos_token_ids=(1,)))
-    run = controller(engine, scheduler, 4)
     plan = groups(2, 2)
-    assert len(list(run.run(plan, FullRound(2), version=0))) == 2
-    assert run.drops == {"nonfinite_logprob": 1}
+    run = rollout_of(plan, engine, scheduler, 4)
+    assert len(list(run.decode())) == 2
+    assert run.session.drops == {"nonfinite_logprob": 1}
     assert plan[1].completions[0].dropped == "nonfinite_logprob"
     assert plan[1].completions[0].scores == [None]
     assert plan[1].completions[1].dropped is None
@@ -132,8 +115,11 @@ def test_completions_are_scored_while_others_decode(tiny_policy, scheduler):
     engine = TransformersEngine()
     engine.start(EngineSpec("", slots=2, max_model_len=64, eos_token_ids=(1,), policy=tiny_policy))
     decoding = []
-    run = controller(engine, scheduler, 2, on_completion=lambda c: decoding.append(run.worker.busy))
-    list(run.run(groups(8, 2, limit=40), FullRound(8), version=0))
+    run = rollout_of(
+        *(plan(40, 8, 2), engine, scheduler, 2),
+        completion_ended=lambda c: decoding.append(run.session.worker.busy),
+    )
+    list(run.decode())
     assert len(decoding) == 16
     assert sum(decoding) > 8
 
@@ -182,7 +168,7 @@ class Watched(RolloutWorker):
 
     @property
     def queued(self):
-        """What probes or has a lease that ended."""
+        """What probes or has a quantum that ended."""
         return {request.id for request in self.admission._first}
 
     def abort(self, request_ids=None):
@@ -203,22 +189,20 @@ def stopping(plan, admission, lengths, delay, keep=2, probe_tokens=0, more=None,
     engine.start(EngineSpec("", slots=admission.slots, max_model_len=64, eos_token_ids=(1,)))
     predictor = CalibratedPredictor(PromptHistory()) if probe_tokens is not None else None
     worker, ended = Watched(engine, admission), []
-    run = RolloutController(
-        worker,
-        Coins(delay),
-        seed=1,
-        lengths=predictor,
-        probe_tokens=probe_tokens or 0,
-        on_group=lambda g: ended.append(g.id),
+    hooks = hooks_of(
+        stop=Stop(Selection(keep, reward_range=(0.0, 1.0)), [1.0]),
+        group_ended=lambda g: ended.append(g.id),
     )
-    feedback = Feedback(Stop(Selection(keep, reward_range=(0.0, 1.0)), [1.0]), more)
-    trace = worker.start_trace()
-    done = list(run.run(plan, FullRound(len(plan)), 0, predict=True, feedback=feedback))
-    assert not worker.busy and engine.stats().running == 0 and not run._live
+    if more is not None:
+        hooks.replaces, hooks.another = True, lambda group, state: more(group)
+    predicts = {"seed": 1, "lengths": predictor, "probe_tokens": probe_tokens or 0}
+    run = rollout_on(worker, Coins(delay), plan, FullRound(len(plan)), hooks=hooks, **predicts)
+    done = list(run.decode())
+    assert not worker.busy and engine.stats().running == 0 and not run._requests.live
     assert sorted(ended) == sorted(g.id for g in done)
     stopped = [c for some in run.state.stopped.values() for c in some]
     drawn = [c for g in done for c in g.completions] + stopped
-    assert trace.tokens == sum(len(c.token_ids) for c in drawn)
+    assert run.trace.tokens == sum(len(c.token_ids) for c in drawn)
     assert all(len(c.token_ids) == len(c.logprobs) for c in drawn)
     finished = {g.id: [(c.index, len(c.token_ids)) for c in g.completions] for g in done}
     return finished, sorted(len(c.token_ids) for c in stopped), worker.aborted
@@ -260,8 +244,8 @@ ADMISSIONS = {
 @pytest.mark.parametrize("probe_tokens", [0, 4])
 def test_what_waits_or_has_paused_stops_too(kind, probe_tokens):
     where = set()
-    for salt in range(12):
-        rand = random.Random(salt)
+    for seed_domain in range(12):
+        rand = random.Random(seed_domain)
         lengths = {f"{p}@0/{i}": rand.randint(1, 16) for p in range(5) for i in range(6)}
         runs = [
             stopping(groups(5, 6), ADMISSIONS[kind](), lengths, delay, probe_tokens=probe_tokens)
@@ -279,8 +263,8 @@ def test_what_waits_or_has_paused_stops_too(kind, probe_tokens):
 
 def test_what_replaces_a_group_is_the_same_however_long_scores_take():
     """Fresh groups come in while others decode, and those stop by who has finished first."""
-    for salt in range(20):
-        rand = random.Random(salt)
+    for seed_domain in range(20):
+        rand = random.Random(seed_domain)
         lengths = {f"{p}@0/{i}": rand.randint(1, 16) for p in range(9) for i in range(6)}
         results = []
         for delay in (0, 1, 2):

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
+from bare_rollout import rollout_on
 from enumerated import EOS, LIMIT, PROMPT, SEED, make_policy, moved, verify
 
 from benchmarks.draft_law import p_value
 from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
@@ -23,8 +23,6 @@ from lit_rlsched.training.logprobs import (
 )
 from lit_rlsched.training.micro_batches import EncodedRows, RowCost
 from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
-
-NOISE = {"seed": SEED, "salt": "", "eos_token_ids": (EOS,)}
 
 
 def groups_of(n, size=4, temperature=0.8):
@@ -44,11 +42,9 @@ def decode(policy, groups, version):
     n = sum(len(g.completions) for g in groups)
     engine = TransformersEngine()
     engine.start(EngineSpec("", n, len(PROMPT) + LIMIT, (EOS,), policy=policy))
-    controller = RolloutController(RolloutWorker(engine, Admission(n)), Unscored(), seed=SEED)
     engine.sync_weights([], version)
-    controller.worker.start_trace()
-    for _ in controller.run(groups, FullRound(len(groups)), version):
-        pass
+    worker, rule = RolloutWorker(engine, Admission(n)), FullRound(len(groups))
+    rollout_on(worker, Unscored(), groups, rule, version=version, seed=SEED).run()
     engine.close()
 
 
@@ -143,7 +139,7 @@ def test_what_becomes_of_a_draft_does_not_depend_on_its_company():
     policy = make_policy(0)
     drafts, groups = lost(policy)
     later, alone = moved(policy, by=0.3), copy.deepcopy(groups)
-    other_run, other_salt = copy.deepcopy(groups), copy.deepcopy(groups)
+    other_run, other_domain = copy.deepcopy(groups), copy.deepcopy(groups)
     torch.manual_seed(1)
     whole = verify(drafts, later, groups)
     torch.manual_seed(2)
@@ -153,7 +149,10 @@ def test_what_becomes_of_a_draft_does_not_depend_on_its_company():
         for c, d in zip(a.completions, b.completions, strict=True):
             assert (c.token_ids, c.finish_reason) == (d.token_ids, d.finish_reason)
             assert c.logprobs == pytest.approx(d.logprobs, abs=1e-12)
-    for twin, settings in ((other_run, {"seed": SEED + 1}), (other_salt, {"salt": "run 1"})):
+    for twin, settings in (
+        (other_run, {"seed": SEED + 1}),
+        (other_domain, {"seed_domain": "run 1"}),
+    ):
         verify(drafts, later, twin, **settings)
         assert [c.token_ids for g in twin for c in g.completions] != [
             c.token_ids for g in groups for c in g.completions
@@ -191,7 +190,7 @@ def test_what_becomes_of_a_draft_does_not_depend_on_how_many_candidates_are_trie
     later, twin = moved(policy, by=0.1), copy.deepcopy(groups)
     audit = verify(drafts, later, groups)
     tried, was = [], Trial.cut
-    monkeypatch.setattr(draft_verifier, "TURN", turn)
+    monkeypatch.setattr(draft_verifier, "AT_A_TIME", turn)
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", {"cpu": turn * 4 * len(policy.lm_head.weight)})
     monkeypatch.setattr(Trial, "cut", lambda *of: tried.append(len(of[1])) or was(*of))
     verify(drafts, later, twin)

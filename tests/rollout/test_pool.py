@@ -1,4 +1,4 @@
-"""Several engines behind one controller: what is drawn does not depend on how fast each one is.
+"""Several engines behind one rollout: what is drawn does not depend on how fast each one is.
 
 Engines in processes of their own are played by `Played`, which runs the code of both sides in this
 process and lets the other side be ahead, behind or dead as a random number generator decides.
@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
+from bare_rollout import hooks_of, rollout_on
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +20,7 @@ from lit_rlsched.engines._engine_server import Server
 from lit_rlsched.engines.child import Child, pickled_engine
 from lit_rlsched.engines.pool import EnginePool
 from lit_rlsched.engines.spec import EngineDied, EngineSpec
-from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.scoring import Feedback, Unscored
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.rollout_window import WindowRound
@@ -150,24 +150,24 @@ class Round:
         try:
             worker = pool.make_worker(admission(slots) if admission else Admission(slots))
             lengths = CalibratedPredictor(PromptHistory()) if predict else None
-            controller = RolloutController(
-                worker, Unscored(), seed=3, lengths=lengths, probe_tokens=4
-            )
-            trace, groups = worker.start_trace(), self.groups()
-            feedback = Feedback(more=more) if more else None
-            done = [g.id for g in controller.run(groups, rule, 0, "", predict, feedback)]
+            groups, hooks = self.groups(), hooks_of(replaces=more is not None)
+            if more:
+                hooks.another = lambda group, state: more(group)
+            predicts = {"seed": 3, "lengths": lengths, "probe_tokens": 4}
+            rollout = rollout_on(worker, Unscored(), groups, rule, hooks=hooks, **predicts)
+            trace, done = rollout.trace, [g.id for g in rollout.decode()]
             assert not worker.busy and not any(pool.each(lambda one: one.stats().running))
         finally:
             pool.close()
         everyone = {f"{g.id}/{c.index}": c for g in groups for c in g.completions}
-        stopped = controller.state.stopped
+        stopped = rollout.state.stopped
         everyone |= {f"{name}/{c.index}": c for name, cs in stopped.items() for c in cs}
         self.check(everyone, trace, slots * len(engines))
         restarts = worker.metrics().get("rollout/engine_restarts")
         assert restarts or 0 <= trace.bubble_ratio < 1  # a virtual clock restarts at 0
         columns = ("request", "slot", "start_step", "end_step", "tokens")
         spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))
-        order = [group.id for group in controller.state.decoded]
+        order = [group.id for group in rollout.state.decoded]
         counts = trace.decode_steps, trace.busy_slot_steps
         return everyone, (done, order, spans, *counts), worker
 
@@ -305,8 +305,9 @@ def test_the_bubble_ratio_of_two_engines_by_hand():
     pool = EnginePool([engine(1.0), engine(2.0)])
     pool.start(EngineSpec("", 4, 64, (1,)))
     worker = pool.make_worker(Admission(2))
-    trace = worker.start_trace()
-    list(RolloutController(worker, Unscored(), seed=0).run(round.groups(), FullRound(2), 0))
+    rollout = rollout_on(worker, Unscored(), round.groups(), FullRound(2))
+    trace = rollout.trace
+    list(rollout.decode())
     # engine 0: 4 s with two, 6 s with one. Engine 1: 2 steps of 2 s with two, then 6 s with none
     assert trace.seconds == 10 and trace.slots == 4
     assert trace.bubble_ratio == pytest.approx((6 * 1 + 6 * 2) / (10 * 4))
@@ -325,10 +326,10 @@ def step(start, end, running, admitted=(), left=None):
 
 def test_an_engine_that_rests_for_a_while_is_idle():
     trace = RolloutTrace(2, engines=2)
-    trace.take_turn({0: step(10.0, 11.0, 1, admitted=["a"])})
-    trace.take_turn({0: step(11.0, 12.0, 1), 1: step(11.5, 13.0, 1, admitted=["b"])})
-    trace.take_turn({0: step(12.0, 14.0, 1, left={"a": 3})})
-    trace.take_turn({1: step(16.0, 17.0, 1, left={"b": 2})})
+    trace.take_engine_step({0: step(10.0, 11.0, 1, admitted=["a"])})
+    trace.take_engine_step({0: step(11.0, 12.0, 1), 1: step(11.5, 13.0, 1, admitted=["b"])})
+    trace.take_engine_step({0: step(12.0, 14.0, 1, left={"a": 3})})
+    trace.take_engine_step({1: step(16.0, 17.0, 1, left={"b": 2})})
     # engine 0 runs from 0 to 4 s; engine 1 from 1.5 s to 3 s and from 6 s to 7 s
     assert trace.seconds == 7.0 and trace.decode_steps == 4
     assert trace.bubble_ratio == pytest.approx((3 + 1.5 + 3) / (7 * 2))
@@ -337,8 +338,8 @@ def test_an_engine_that_rests_for_a_while_is_idle():
 
 def test_gradients_overlap_once_with_steps_of_two_engines():
     trace = RolloutTrace(2, engines=2)
-    trace.take_turn({0: step(0, 4, 1, ["a"], {"a": 1}), 1: step(1, 2, 1, ["b"], {"b": 1})})
-    trace.worked(1.0, 5.0)
+    trace.take_engine_step({0: step(0, 4, 1, ["a"], {"a": 1}), 1: step(1, 2, 1, ["b"], {"b": 1})})
+    trace.work_times.append((1.0, 5.0))
     assert trace.overlap_seconds == 3.0
 
 
@@ -358,17 +359,16 @@ def test_the_lead_of_an_engine_is_bounded(monkeypatch):
     pool = EnginePool(played)
     pool.start(EngineSpec("", 2, 64, (1,)))
     worker = pool.make_worker(Admission(1))
-    worker.start_trace()
 
-    def heed():
+    def interrupt():
         for engine in played:
             while engine.child._turn():  # for as long as it may
                 pass
             made = getattr(engine.child.server._engine, "made", 0)
             leads.append(made - worker.trace.decode_steps)
 
-    controller = RolloutController(worker, Unscored(), seed=0, heed=heed)
-    list(controller.run(round.groups(), FullRound(2), 0))
+    given = {"check_interrupt": interrupt}
+    list(rollout_on(worker, Unscored(), round.groups(), FullRound(2), **given).decode())
     assert max(leads) == 3 or max(leads) == 4
     assert min(leads[2:-8]) > 0, "it is ahead all the time"
 

@@ -10,17 +10,16 @@ import time
 
 import pytest
 import torch
+from bare_rollout import hooks_of, rollout_on
 from placements import process, process_only, ray
 from sampled_groups import GENERATIONS, PROMPTS, plan
 from struck_engines import patience
 
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
-from lit_rlsched.engines.child import MAX_DEATHS, PipeChild, Watch
+from lit_rlsched.engines.child import PipeChild, Watch
 from lit_rlsched.engines.remote import RemoteWorker
 from lit_rlsched.engines.spec import EngineBroken, EngineSpec
-from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import RolloutController
-from lit_rlsched.rollout.scoring import Feedback, Scorer
+from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -36,15 +35,6 @@ POLICIES = {
     "on policy": SortedRound(2, PROMPTS, GENERATIONS),
     "partial": SortedRound(2, PROMPTS, GENERATIONS, mode="partial"),
 }
-
-
-@pytest.fixture(scope="module")
-def scheduler():
-    def reward(prompts, completions, completion_ids, **kwargs):
-        return [float(len(ids)) for ids in completion_ids]
-
-    with RewardScheduler([reward]) as scheduler:
-        yield scheduler
 
 
 class Bench:
@@ -63,21 +53,20 @@ class Bench:
     ):
         """Groups after a round, the round's state, and who ran when."""
         worker = worker or self.engine.make_worker(Admission(slots, order=order))
-        controller = RolloutController(
-            worker,
-            Scorer(self.scheduler, str),
-            seed=1,
-            lengths=lengths,
-            on_group=on_group or (lambda group: None),
-        )
-        trace, groups = worker.start_trace(), plan(LIMIT)
-        feedback = Feedback(more=more) if more else None
-        list(controller.run(groups, rule, 0, predict=True, feedback=feedback))
+        hooks, groups = hooks_of(replaces=more is not None), plan(LIMIT)
+        if on_group:
+            hooks.group_ended = on_group
+        if more:
+            hooks.another = lambda group, state: more(group)
+        scorer, given = Scorer(self.scheduler, str), {"seed": 1, "lengths": lengths}
+        rollout = rollout_on(worker, scorer, groups, rule, hooks=hooks, **given)
+        trace = rollout.trace
+        list(rollout.decode())
         assert not worker.busy and self.engine.stats().running == 0
         columns = ("request", "start_step", "end_step", "tokens")
         spans = sorted(zip(*(trace.spans[name] for name in columns), strict=True))
         counts = {name: trace.steps[name] for name in ("running", "prefill_tokens", "kv_tokens")}
-        decoded = [group.id for group in controller.state.decoded]
+        decoded = [group.id for group in rollout.state.decoded]
         return worker, groups, (decoded, spans, trace.decode_steps, counts)
 
 
@@ -355,7 +344,7 @@ def test_one_that_keeps_dying_stops_the_run(placement, tiny_model, make_policy, 
             os.kill(os.getpid(), signal.SIGKILL)
 
     bench = Bench(placement(Dying()), tiny_model, make_policy(tiny_model), scheduler)
-    with pytest.raises(RuntimeError, match=f"died.*, {MAX_DEATHS} times in a row"):
+    with pytest.raises(RuntimeError, match=r"died.*, 3 times in a row"):
         bench.run(FullRound(PROMPTS))
     bench.engine.close()
 

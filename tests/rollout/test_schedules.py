@@ -1,50 +1,28 @@
-"""Every schedule draws the same completions: on real vLLM too, with probes, leases and pauses."""
+"""Every schedule draws the same completions: on real vLLM too, with probes, quanta and pauses."""
 
 from importlib.util import find_spec
 from itertools import product
 
 import pytest
 import torch
+from bare_rollout import rollout_on
+from sampled_groups import plan as groups
 
 from lit_rlsched import engines
 from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.engines.base import RolloutWorker
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rewards.scheduler import RewardScheduler
-from lit_rlsched.rollout.controller import RolloutController
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission, SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 LIMIT = 48
 SHARED = 40
 """Tokens of each prompt; vLLM shares whole blocks of 32 of them."""
 TOKEN_BYTES = 512
 PREDICTORS = [None, PromptHistory, TokenConditioned]
-
-
-def groups(limit, num_prompts=4, num_generations=6):
-    return [
-        Group(
-            f"{p}@0",
-            Prompt(str(p), f"prompt {p}", tuple(4 + (7 * i + p) % 60 for i in range(SHARED))),
-            Sampling(limit),
-            [Completion(i) for i in range(num_generations)],
-        )
-        for p in range(num_prompts)
-    ]
-
-
-@pytest.fixture(scope="module")
-def scheduler():
-    def reward(prompts, completions, completion_ids, **kwargs):
-        return [float(len(ids)) for ids in completion_ids]
-
-    with RewardScheduler([reward]) as scheduler:
-        yield scheduler
 
 
 class Bench:
@@ -62,23 +40,21 @@ class Bench:
         """Draw the groups `rounds` times; the last trace and what was drawn."""
         worker = RolloutWorker(self.engine, admission)
         lengths = None if predictor is None else CalibratedPredictor(predictor)
-        controller = RolloutController(
-            worker, Scorer(self.scheduler, str), seed=1, lengths=lengths, probe_tokens=probe_tokens
-        )
+        given = {"seed": 1, "lengths": lengths, "probe_tokens": probe_tokens}
         drawn = {}
         for _ in range(rounds):
             self.engine.sync_weights(self.policy.named_parameters(), 0)
-            plan = groups(self.limit)
-            trace = worker.start_trace()
-            list(controller.run(plan, FullRound(len(plan)), version=0, predict=True))
+            plan = groups(self.limit, 4, 6, SHARED)
+            scorer, rule = Scorer(self.scheduler, str), FullRound(len(plan))
+            rollout = rollout_on(worker, scorer, plan, rule, **given)
+            trace = rollout.trace
+            list(rollout.decode())
             assert len(admission) == 0 and not worker.busy
             drawn = {
                 f"{g.id}/{c.index}": (c.token_ids, c.finish_reason, c.scores, c.logprobs)
                 for g in plan
                 for c in g.completions
             }
-            if lengths is not None:
-                lengths.end_round()
         return trace, drawn
 
 
@@ -187,8 +163,8 @@ def test_a_memory_budget_is_never_overdrawn(
             limit,
             settings.resolved_order(predictor is not None),
         )
-        trace, leased = bench.run(admission, predictor and predictor(), probe)
-        same(leased, drawn, 2e-6)
+        trace, in_quanta = bench.run(admission, predictor and predictor(), probe)
+        same(in_quanta, drawn, 2e-6)
         # the pool is the budget: had more been let in, vLLM would have had to make room
         assert trace.total("preemptions") == 0
         assert max(trace.steps["kv_tokens"]) > blocks * block / 2

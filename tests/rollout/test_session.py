@@ -1,13 +1,15 @@
 """What the trainer does around the engine."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.engines.spec import EngineSpec
-from lit_rlsched.rollout import session as module
+from lit_rlsched.rollout.rollout import Rollout
+from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.rollout.session import RolloutSession
 
 CUDA = torch.device("cuda:0")
@@ -37,11 +39,10 @@ def make_session(said, monkeypatch, device, sync=lambda version: {}):
         start, wake, sleep, close = said.start, said.wake, said.sleep, said.close
 
         def make_worker(self, admission):
-            return None
+            return SimpleNamespace(trace=None)
 
-    monkeypatch.setattr(module, "RolloutController", lambda *_, **__: said)
     spec = EngineSpec("", 2, 8, (), device=device)
-    return RolloutSession(Engine(), spec, said, sync, seed=0)
+    return RolloutSession(Engine(), spec, Unscored(), sync, seed=0)
 
 
 def test_cached_memory_is_given_back_before_the_engine_takes_its_share(said, monkeypatch):
@@ -53,7 +54,7 @@ def test_cached_memory_is_given_back_before_the_engine_takes_its_share(said, mon
     assert said == ["collect", "empty_cache", "start"]
     said.clear()
     with pytest.raises(Stop):
-        list(session._run(0, iter(())))
+        Rollout(session, [], 0).load_weights()
     assert said == ["collect", "empty_cache", "wake", "sync", "sleep"]
     said.clear()
     session.restart(1)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruled_rounds import Case, Run, changed
 
-from lit_rlsched.scheduling.round_rule import FullRound, at_least
+from lit_rlsched.rollout.rollout import Rollout
+from lit_rlsched.scheduling.round_rule import at_least
 from lit_rlsched.scheduling.sorted_batching import SortedRound
 from lit_rlsched.types import Event
 
@@ -48,7 +49,7 @@ def cases(draw, **fixed):
         "slots": draw(st.integers(1, 40)),
         "stream": draw(st.booleans()),
         "key": draw(st.sampled_from(["id", "seed"])),
-        "salt": draw(st.integers(0, 2**32)),
+        "seed_domain": draw(st.integers(0, 2**32)),
     }
     return pooled(**{**drawn, **fixed})
 
@@ -84,21 +85,13 @@ def test_a_round_ends_with_the_step_that_has_enough(case):
         assert before < enough * rule.update_prompts
 
 
-@given(cases(unit="group"))
-def test_a_group_is_trained_on_as_a_whole(case):
-    for r in Run(case).whole_pool():
-        for g in (*r.trained, *r.left):
-            assert [c.index for c in g.completions] == [*range(case.size)]
-        assert sorted(r.ended) == sorted(g.id for g in r.trained)
-
-
 @given(cases())
 def test_a_round_takes_the_front_of_the_pool_and_keeps_its_order(case):
     run, rule = Run(case), case.rule
     oversubscribe, most = case.make.args[-1], rule.pool_prompts
     if oversubscribe is not None:
         most = min(most, at_least(oversubscribe, rule.update_prompts))
-    run.planner.plan(rule)
+    run.pool.plan(rule)
     waiting = [g.id for g in run.pool]
     for r in run.whole_pool():
         size = len(r.plan)
@@ -115,7 +108,7 @@ def test_a_round_takes_the_front_of_the_pool_and_keeps_its_order(case):
 @given(cases(mode="partial", max_staleness=None))
 def test_partial_throws_nothing_away(case):
     rounds = Run(case).whole_pool()
-    assert not any(r.harvest.discarded for r in rounds)
+    assert not any(r.round_result.discarded for r in rounds)
     assert rounds[-1].metrics["pool/useful_token_share"] == 1.0
     assert rounds[-1].metrics["pool/trained_over_drawn_length"] == pytest.approx(1.0)
     assert all(c.attempts == 0 for r in rounds for c in r.completions)
@@ -124,19 +117,20 @@ def test_partial_throws_nothing_away(case):
 @given(cases(mode="on_policy"))
 def test_what_is_discarded_is_drawn_again(case):
     rounds = Run(case).whole_pool()
-    discarded = [a for r in rounds for a in r.harvest.discarded]
+    discarded = [a for r in rounds for a in r.round_result.discarded]
     assert len(discarded) == sum(c.attempts for r in rounds for c in r.completions)
 
 
 def test_what_was_begun_goes_on_before_others_begin():
     run = Run(pooled(1, 3, 2, mode="partial", slots=1, shuffle=False, spare=0))
-    plan = run.planner.plan(run.rule)
+    plan = run.pool.plan(run.rule)
     for group in plan[1:]:
         group.completions[1].take(Event("", [5, 6], [-1.0, -1.0]), version=0)
-    for _ in run.session.rollout(plan, 1, FullRound(3)):
-        pass
+    rollout = Rollout(run.session, plan, 0)
+    rollout.load_weights()
+    rollout.run()
     turns = ["x001@0/1", "x002@0/1", "x000@0/0", "x000@0/1", "x001@0/0", "x002@0/0"]
-    assert run.session.trace.spans["request"] == turns
+    assert rollout.trace.spans["request"] == turns
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
@@ -149,8 +143,8 @@ def test_only_the_last_rounds_of_a_pool_drain(mode, unit):
 
 
 def test_the_short_go_first_where_all_decode():
-    for salt in range(20):
-        case = pooled(3, 15, 2, "completion", "partial", salt=salt)
+    for seed_domain in range(20):
+        case = pooled(3, 15, 2, "completion", "partial", seed_domain=seed_domain)
         lengths = [r.lengths for r in Run(case).whole_pool()]
         assert all(max(a) < min(b) for a, b in pairwise(lengths))
 
@@ -158,9 +152,12 @@ def test_the_short_go_first_where_all_decode():
 def test_on_policy_is_biased_towards_the_short_and_says_so():
     """A completion that is drawn anew forgets that it was a long one."""
     case = pooled(4, 16, 2, key="seed", limit=300)
-    pools = [Run(changed(case, salt=salt)).whole_pool() for salt in range(20)]
+    pools = [Run(changed(case, seed_domain=seed_domain)).whole_pool() for seed_domain in range(20)]
     trained = fmean(n for pool in pools for r in pool for n in r.lengths)
-    whole = [Run(pooled(16, 16, 2, key="seed", limit=300, salt=salt)).round() for salt in range(20)]
+    whole = [
+        Run(pooled(16, 16, 2, key="seed", limit=300, seed_domain=seed_domain)).round()
+        for seed_domain in range(20)
+    ]
     bias = trained / fmean(n for r in whole for n in r.lengths)
     said = fmean(pool[-1].metrics["pool/trained_over_drawn_length"] for pool in pools)
     assert bias < 0.8

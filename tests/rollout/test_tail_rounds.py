@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ruled_rounds import Case, Run, changed
 
 from lit_rlsched.scheduling.round_rule import RoundState
-from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound, quotas
-from lit_rlsched.settings import UsageError
+from lit_rlsched.scheduling.tail_batching import PATIENCE, TailRound
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 races = pytest.mark.parametrize("completion_ratio", [1.0, 1.25])
@@ -47,7 +46,7 @@ def cases(draw, **fixed):
         "slots": draw(st.integers(1, 40)),
         "stream": draw(st.booleans()),
         "key": draw(st.sampled_from(["id", "seed"])),
-        "salt": draw(st.integers(0, 2**32)),
+        "seed_domain": draw(st.integers(0, 2**32)),
         "spare": draw(st.integers(0, 6)),
         "latency": draw(st.integers(0, 12)),
     }
@@ -222,9 +221,9 @@ def test_a_long_round_has_no_quotas_even_if_nothing_can_be_trained_on_of_what_wa
 
     late = [done("b1", "uninformative", 1), done("b2", "uninformative", 1)]
     instead = [done("a1"), done("a2")]
-    state = RoundState([*late, *instead], 4, [*late, *instead], 4, patient=True, final=4)
+    state = RoundState([*late, *instead], [*late, *instead], 4, patient=True, final=4)
     assert rule.done(state) and [g.id for g in rule.final_groups(state)] == ["a1@0", "a2@0"]
-    assert not rule.settle([*late, *instead], state)[1]
+    assert not rule.split([*late, *instead], state)[1]
 
 
 def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
@@ -236,15 +235,10 @@ def test_a_prompt_that_nothing_can_be_trained_on_uses_up_no_quota():
         return Group(f"{name}@0", prompt, Sampling(8), [completion])
 
     decoded = [done("a1", "uninformative"), done("b1"), done("b2")]
-    state = RoundState(decoded, 4, decoded, 3, patient=True, final=3)
+    state = RoundState(decoded, decoded, 3, patient=True, final=3)
     assert not rule.done(state) and [g.id for g in rule.final_groups(state)] == ["b1@0"]
     state.decoded.append(done("a2"))
     assert rule.done(state)
-    trained, left = rule.settle(decoded, state)
+    trained, left = rule.split(decoded, state)
     assert [g.id for g in trained] == ["a1@0", "b1@0", "a2@0"]
     assert [(g.id, g.deferred) for g in left] == [("b2@0", 1)]
-
-
-def test_a_domain_without_a_prompt_is_refused():
-    with pytest.raises(UsageError, match=r"leaves no prompt of 'b' in a round of 4"):
-        quotas({"a": 0.95, "b": 0.05}, 4)

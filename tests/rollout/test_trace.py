@@ -30,7 +30,7 @@ def test_gradients_overlap_with_the_steps_they_are_computed_in():
     for start, end in ((10, 12), (12.5, 14), (14, 16)):
         trace.take(Step(start, end, 1, 0))
     for start, end in ((11, 13), (13.5, 14.5), (15.5, 18), (20, 21)):
-        trace.worked(start, end)
+        trace.work_times.append((start, end))
     assert trace.work_seconds == 2 + 1 + 2.5 + 1
     assert trace.overlap_seconds == (1 + 0.5) + 1 + 0.5
 
@@ -44,7 +44,7 @@ def test_an_empty_trace():
 
 def test_gradients_of_a_round_that_decoded_nothing():
     trace = RolloutTrace(slots=1)
-    trace.worked(1.0, 2.0)
+    trace.work_times.append((1.0, 2.0))
     assert trace.work_seconds == 1.0 and trace.overlap_seconds == 0
 
 
@@ -73,6 +73,9 @@ def test_every_figure_of_a_round_by_hand():
         "end_step": [1, 6, 8],
         "tokens": [4, 5, 2],
     }
+    tables = trace.tables()
+    assert tables["spans"].to_pydict() == trace.spans
+    assert tables["steps"]["running"].to_pylist() == [2, 5, 2]  # slots times decode steps
     assert trace.tokens == 11 and trace.pauses == 1 and trace.seconds == 4.5
     assert trace.total("preemptions") == 3 and trace.total("cached_tokens") == 9
     assert trace.slots == trace.peak_running == 2
@@ -91,16 +94,16 @@ def test_nothing_leaves_before_anything_came():
 def test_the_turns_of_several_engines_by_hand():
     """An engine that had nothing to decode gets a row for it once it decodes again."""
     trace = RolloutTrace(slots=6, engines=3)
-    trace.take_turn(
+    trace.take_engine_step(
         {
             1: Step(11.0, 13.0, 1, 5, admitted=["b"], left={"b": 1}),
             0: Step(10.0, 12.0, 2, 7, admitted=["a", "c"]),
         }
     )
-    trace.take_turn(
+    trace.take_engine_step(
         {0: Step(13.0, 14.0, 2, 9, 3, left={"c": 4}), 2: Step(13.5, 14.5, 1, 2, admitted=["d"])}
     )
-    trace.take_turn({0: Step(14.0, 16.0, 1, 6), 1: Step(14.25, 16.5, 1, 4, admitted=["e"])})
+    trace.take_engine_step({0: Step(14.0, 16.0, 1, 6), 1: Step(14.25, 16.5, 1, 4, admitted=["e"])})
     rows = zip(*(trace.steps[name] for name in ("engine", *STEP_COLUMNS[:5])), strict=True)
     assert [*rows] == [
         (1, 1.0, 3.0, 1, 5, 1),
@@ -149,7 +152,7 @@ def rollouts(draw):
 def traced(slots, engines, turns):
     trace = RolloutTrace(slots, engines=engines)
     for turn in turns:
-        trace.take_turn(turn)
+        trace.take_engine_step(turn)
     return trace
 
 
@@ -173,7 +176,7 @@ def test_a_request_has_the_lowest_free_slot_of_its_engine(rollout):
 def test_a_trace_of_a_checkpoint_is_the_one_that_was_saved(tmp_path_factory, rollout):
     file = tmp_path_factory.mktemp("trace") / "state.pt"
     trace = traced(*rollout)
-    trace.worked(11.0, 12.5)
+    trace.work_times.append((11.0, 12.5))
     torch.save(trace.state_dict(), file)
     state = torch.load(file, weights_only=True)
     again = RolloutTrace.from_state(state)

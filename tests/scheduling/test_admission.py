@@ -110,7 +110,7 @@ def test_a_slot_without_work_steals_the_shortest():
     assert ids(admission.pop({"4": 2})) == ["2"]  # the slot of 1 goes on with its own
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=9))
+@given(st.lists(st.tuples(st.sampled_from([0, 0.5, 2, 5]), st.integers(0, 9)), max_size=9))
 def test_orders_by_length_count_waits_for_tools(pairs):
     made = [
         dataclasses.replace(request, waits=waits)
@@ -205,10 +205,10 @@ class Cache:
     st.sampled_from(ORDERS),
 )
 def test_the_cache_is_never_overdrawn_and_everything_ends(
-    shapes, block, lease, more, refill, order
+    shapes, block, quantum, more, refill, order
 ):
     whole = -(-(12 + 64) // block) * block
-    cache = Cache(CacheBudget(whole + more, block, lease), 10, refill, order)
+    cache = Cache(CacheBudget(whole + more, block, quantum), 10, refill, order)
     waiting = [
         Request(str(i), (1,) * prompt, i, Sampling(64), expected=float(length))
         for i, (prompt, length) in enumerate(shapes)
@@ -221,7 +221,7 @@ def test_the_cache_is_never_overdrawn_and_everything_ends(
 
 def test_what_has_just_paused_goes_on_first():
     # or all would take turns, and find their cache overwritten
-    cache = Cache(CacheBudget(tokens=10 * 80, block=1, lease=8), 64)
+    cache = Cache(CacheBudget(tokens=10 * 80, block=1, quantum=8), 64)
     waiting = [Request(str(i), (1,) * 10, i, Sampling(64)) for i in range(64)]
     cache.run(waiting, {r.id: 64 for r in waiting})
     assert cache.at_once > 0.8 * cache.pauses
@@ -257,7 +257,7 @@ def test_what_is_discarded_does_not_come_and_the_others_keep_their_order(
         assert came[0] == came[1]
 
 
-def test_a_discarded_lease_is_forgotten():
+def test_a_discarded_quantum_is_forgotten():
     """Else what is submitted under its name in another round would go first."""
     admission = Admission(2, budget=CacheBudget(24, 1, 4))
     admission.push(requests(3))

@@ -150,6 +150,9 @@ def test_waits_for_tools_are_those_of_the_same_environment():
     other = CalibratedPredictor(Told())
     other.load_state_dict(calibrated.state_dict())
     assert other.waits(slow) == calibrated.waits(slow)
+    other.load_state_dict({**other.state_dict(), "waits": {"rare": [1.0, 3.0], "seen": [2.0, 3.0]}})
+    other.end_round()
+    assert other.state_dict()["waits"] == {"seen": [2 * old, 3 * old]}
 
 
 def test_a_round_that_is_cut_short_is_not_learned_from():
@@ -178,6 +181,9 @@ def test_what_is_learned_does_not_depend_on_who_finished_first():
             calibrated.observe([samples[i]])
         figures.append((calibrated.end_round(), str(calibrated.state_dict())))
     assert figures[0] == figures[1]
+    state = calibrated.state_dict()
+    assert str(state["history"]) == str(state["predictor"])
+    assert state["waits"] == {"": [5 + 9 + 14 + 70, 0]}
 
 
 @pytest.mark.parametrize(
@@ -203,17 +209,19 @@ def test_what_a_checkpoint_cannot_hold_is_named(state, where):
 
 def test_nonsense_is_replaced_by_the_history_and_counted():
     nan, inf = float("nan"), float("inf")
-    calibrated = CalibratedPredictor(Told([nan, -1, inf, 7, 0, 1e9], [1, 2], [[1]] * 6))
+    calibrated = CalibratedPredictor(Told([nan, -1, inf, 7, 0, 1e9], [1, 2], [[1]] * 6, {}))
     history = calibrated.history
     history.observe(finish(asked([20]), [20]))
     samples = asked([0] * 6)
     expected = history.predict(samples)
-    assert calibrated.expect(samples) == [*expected[:2], CAP, 7, 1, CAP]
-    assert calibrated.end_round()["length_prediction/invalid"] == 2
-    assert calibrated.expect(samples) == expected  # a wrong number
-    assert calibrated.end_round()["length_prediction/invalid"] == 8
-    assert calibrated.expect(samples) == expected  # a wrong shape
-    assert calibrated.end_round()["length_prediction/invalid"] == 14
+    with pytest.warns(UserWarning, match="without a single positive number") as warned:
+        assert calibrated.expect(samples) == [*expected[:2], CAP, 7, 1, CAP]
+        assert calibrated.end_round()["length_prediction/invalid"] == 2
+        assert calibrated.expect(samples) == expected  # a wrong number
+        assert calibrated.expect(samples) == expected  # a wrong shape
+        assert calibrated.expect(samples[:1]) == expected[:1]  # nothing that is a number
+    assert len(warned) == 1
+    assert calibrated.end_round()["length_prediction/invalid"] == 2 + 6 + 6 + 1
     assert calibrated.expect([]) == []
 
 

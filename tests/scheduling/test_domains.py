@@ -112,11 +112,11 @@ def test_domains_take_turns():
 
 def test_each_domain_has_its_own_winners():
     rule, planned = race(), groups("x0 x1 x2 x3 y0 y1")
-    state = RoundState(planned, 6, planned[:4], 4, patient=True, final=4)
+    state = RoundState(planned, planned[:4], 4, patient=True, final=4)
     assert not rule.done(state) and uids(rule.final_groups(state)) == "x0 x1 x2"
-    state = RoundState(planned, 6, planned[:5], 5, patient=True, final=5)
+    state = RoundState(planned, planned[:5], 5, patient=True, final=5)
     assert rule.done(state) and uids(rule.final_groups(state)) == "x0 x1 x2 y0"
-    trained, left = rule.settle(planned, state)
+    trained, left = rule.split(planned, state)
     assert (uids(trained), uids(left)) == ("x0 x1 x2 y0", "x3 y1")
 
 
@@ -124,6 +124,6 @@ def test_a_long_round_trains_on_losers_of_any_domain():
     rule, lost = race(), groups("y0 y1 y2 x0 x1", deferred=1)
     planned = rule.plan(lost)
     assert uids(planned) == "y0 y1 y2 x0" and rule.draws(lost) == []
-    state = RoundState(planned, 4, planned, 4, patient=True, final=4)
+    state = RoundState(planned, planned, 4, patient=True, final=4)
     assert rule.done(state) and uids(rule.final_groups(state)) == "y0 y1 y2 x0"
-    assert uids(rule.settle(planned, state)[0]) == "y0 y1 y2 x0"
+    assert uids(rule.split(planned, state)[0]) == "y0 y1 y2 x0"

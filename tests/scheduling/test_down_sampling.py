@@ -149,6 +149,8 @@ def test_of_equal_variances_the_most_balanced_is_taken():
             rewards = np.arange(8) * step + shift
             assert max_variance(rewards, 3).tolist() == [0, 1, 7]
             assert max_variance(rewards, 5).tolist() == [0, 1, 2, 6, 7]
+    single = (np.arange(5) * 0.1).astype(np.float32)  # counted in double precision
+    assert max_variance(single, 3).tolist() == max_variance(single.tolist(), 3).tolist()
 
 
 def test_random_is_uniform_over_the_scored():

@@ -149,11 +149,13 @@ def test_the_regression_by_its_definition(options):
         for uid in "abcde":
             drawn, length = int(rng.integers(0, 12)), int(rng.integers(13, CAP))
             ids, logprobs = rng.integers(0, 9, length).tolist(), (-3 * rng.random(length)).tolist()
-            logprobs[3:5] = math.nan, -math.inf
+            logprobs[3:6] = math.nan, -math.inf, 0.5
             prompt = tuple(rng.integers(0, 9, 1 + number).tolist())
             probes.append(sample(uid, ids[:drawn], number, logprobs[:drawn], prompt))
             wholes.append(sample(uid, ids, number, logprobs, prompt))
         assert fast.predict(probes) == pytest.approx(slow.predict(probes), rel=1e-5)
+        scalars = [slow.features(s)[12:] for s in probes]  # a checkpoint holds their weights
+        np.testing.assert_allclose(fast._scalars(probes), scalars, rtol=1e-12)
         fast.observe(wholes)
         slow.observe(wholes)
 

@@ -130,8 +130,9 @@ def test_the_prompt_alone_is_learned_too():
 
 def test_what_waits_is_bounded_and_what_was_drawn_anew_is_not_learned_from():
     predictor = TokenConditioned(features=8, max_waiting=3)
-    predictor.predict([started(f"p{i}", 5)[0] for i in range(5)])
+    predictor.predict([started(f"p{i}", 5)[0] for i in (3, 0, 1, 2, 3, 4)])
     assert [*predictor._waiting] == ["p2-0/0", "p3-0/0", "p4-0/0"]
+    assert {features.dtype for *_, features in predictor._waiting.values()} == {np.dtype("f4")}
     before = predictor.state_dict()["gram"]
     predictor.observe(finished("p0", 20) + finished("p4", 4))  # forgotten; shorter than when asked
     assert torch.equal(predictor.state_dict()["gram"], before)
@@ -179,6 +180,7 @@ def test_a_state_is_a_copy(make):
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.filterwarnings("error")  # a division by zero
 def test_at_least_one_token_is_expected_and_no_more_than_are_left():
     for predictor in (PromptHistory(), TokenConditioned(features=4)):
         assert predictor.predict(started("a", CAP - 1) + started("a", CAP)) == [1, 1]
@@ -189,7 +191,8 @@ def test_at_least_one_token_is_expected_and_no_more_than_are_left():
 
 def test_the_oracle_looks_up_and_says_what_it_lacks(tmp_path):
     oracle = Oracle({"a-0/0": 30, "b-0/0": 500})
-    assert oracle.predict(started("a", 10) + started("b", 10)) == [20, CAP - 10]
+    asked = started("a", 10) + started("b", 10) + started("b", CAP)
+    assert oracle.predict(asked) == [20, CAP - 10, 1]
     known, unknown = oracle.predict(started("a") + started("c"))
     assert known == 30 and np.isnan(unknown)
     with pytest.raises(UsageError, match="no such file"):

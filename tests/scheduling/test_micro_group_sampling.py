@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -87,7 +88,7 @@ def test_a_budget_is_the_smaller_of_the_users_and_the_engines(capacity, tokens):
     engine = SimulatedEngine(kv_block=1, kv_capacity=capacity)
     admission = admission_of(SlotSettings(memory_budget=1600), engine)
     assert admission.budget.tokens == tokens
-    assert admission.budget.lease == 20 and admission.budget.block == 1
+    assert admission.budget.quantum == 20 and admission.budget.block == 1
 
 
 def test_a_budget_for_fixed_slots():
@@ -161,10 +162,11 @@ def test_precision_of_the_cache(tiny_policy):
 
 
 def test_an_admission_has_the_order_and_the_refill_that_were_chosen():
-    engine = SimulatedEngine()
-    for order in ("fifo", "longest_first"):
-        settings = SlotSettings(slots=4, refill="rounds")
-        admission = settings.admission(engine.kv_cache(SPEC, 4), 4, 160, order)
+    caches = [KVCache(4, 200, 16), KVCache(4, 200, 16, 4096)]
+    every = itertools.product(("fifo", "longest_first"), caches, (None, 4096))
+    for order, cache, budget in every:
+        settings = SlotSettings(slots=4, refill="rounds", memory_budget=budget)
+        admission = settings.admission(cache, 4, 160, order)
         assert (admission.order, admission.refill, admission.slots) == (order, "rounds", 4)
 
 
@@ -182,8 +184,8 @@ def test_a_budget_has_room_for_one_whole_completion():
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 99, 200) == 1
     assert SlotSettings(memory_budget=128 * 4).engine_slots(cache, 3, 10) == 3
     assert enough.admission(cache, 8, 90, "fifo").budget.block == 16
-    lease = enough.admission(cache, 8, 900, "fifo").budget.lease
-    assert lease == 113 and enough.admission(cache, 8, 90, "fifo").budget.lease == 16
+    quantum = enough.admission(cache, 8, 900, "fifo").budget.quantum
+    assert quantum == 113 and enough.admission(cache, 8, 90, "fifo").budget.quantum == 16
     whole = KVCache(token_bytes=10, longest=10)
     assert [SlotSettings(memory_budget=n).engine_slots(whole, 9, 1) for n in (100, 199)] == [1, 1]
     with pytest.raises(UsageError, match=r"^`memory_budget=99` bytes is less than one"):

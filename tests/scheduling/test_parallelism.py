@@ -54,6 +54,12 @@ def test_four_quiet_rounds_halve():
     assert play(TensorParallelPlanner(4, 4), "short", 9, 0, 0, 0, 1, 0, 0, 0, 0) == [4] * 8 + [2]
 
 
+def test_a_halving_that_was_right_counts_no_more():
+    planner = TensorParallelPlanner(2, 2)
+    assert play(planner, "long", *[0] * 10) == [2, 2, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert play(planner, "long", 7, 0, 0, 0, 0) == [2, 2, 2, 2, 1]
+
+
 def test_a_halving_that_was_wrong_is_tried_half_as_often():
     planner, needed, changes = TensorParallelPlanner(2, 2), {1: 30, 2: 0}, []
     for number in range(200):

@@ -105,6 +105,43 @@ def test_search_beats_swaps(seed):
     assert makespan(plan_makespan(halves, 3, 1e-4), halves) == 500
 
 
+def test_a_search_finds_only_what_is_shorter():
+    longest, busy = np.array([3, 3, 2, 2, 2]), np.zeros(2, int)
+    assert planning._search(longest, busy, 6, 0.5, 10**6) is None
+    found = planning._search(longest, busy, 7, 0.5, 10**6)
+    assert np.bincount(found, longest).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(("jobs", "work"), [(1, 502), (2, 1006)])
+def test_the_work_of_a_search_adds_up(jobs, work):
+    """500 a job, and the loads of new states: one state for the first job, two for the second."""
+    for limit in (work, work - 1):
+        found = planning._search(np.ones(jobs), np.zeros(2), 9.0, 1.0, limit)
+        assert (found is not None) == (limit == work)
+
+
+def test_what_a_search_may_do(monkeypatch):
+    """All its work, or a sixteenth to improve what is good enough; grains are half of epsilon."""
+    lengths, loads, seen = unplannable(0), [500, 0, 0], []
+    monkeypatch.setattr(planning, "_search", lambda *args: seen.append(args[2:]))
+    best = {makespan(plan_makespan(lengths, 3, e, loads), lengths, loads) for e in (0.5, 1e-4)}
+    plan_makespan(lengths, 3, loads=loads)
+    grain = lower_bound(lengths, 3, loads) / 2 / len(lengths)
+    for (found, *limits), epsilon in zip(seen, (0.5, 1e-4, 0.1), strict=True):
+        work = planning._MAX_CELLS if epsilon == 1e-4 else planning._MAX_CELLS / 16
+        assert {found} == best and limits == [pytest.approx(epsilon * grain), work]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 8])
+def test_swaps_end_where_none_helps(slots):
+    longest = np.sort(np.random.default_rng(slots).integers(1, 1000, 40))[::-1]
+    idle = np.zeros(slots, int)
+    home = planning._swap(longest, planning._list_schedule(longest, idle), idle, 0.0)
+    ends = np.bincount(home, longest, slots)
+    shift = longest[home == ends.argmax(), None] - longest
+    assert (np.maximum(ends.max() - shift, ends[home] + shift) >= ends.max()).all()
+
+
 @pytest.mark.parametrize(
     ("lengths", "loads", "before"), [([3, 3, 2, 2, 2], None, 7), ([3, 3, 2, 2], [2, 0], 7)]
 )

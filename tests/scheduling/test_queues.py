@@ -83,17 +83,24 @@ def test_a_slot_that_was_not_planned_for_steals():
     assert queue.pop(7).id == "3" and queue.pop(2).id == "2"
 
 
+def test_a_plan_of_one_request_stands_until_the_next():
+    queue = planned([5.0], 1)
+    queue.push(request("short", 1.0))
+    assert queue.peek(0).id == "0"
+
+
 def test_new_requests_count_as_changes():
-    queue = planned([float(n) for n in range(20, 5, -1)], 1)
+    queue = planned([float(n) for n in range(20, 6, -1)], 1)
     queue.push(request("new", 50.0))
     queue.plan([0.0])
-    assert queue.peek(0).id == "0", "one of 16"
+    assert queue.peek(0).id == "0", "one of 15"
     queue.push(request("newer", 60.0))
     queue.plan([0.0])
-    assert queue.peek(0).id == "0", "two of 17"
-    queue.push(request("newest", 40.0))
+    assert queue.peek(0).id == "newer", "two of 16"
+    queue.discard([str(n) for n in range(14)])
+    queue.push(request("newest", 70.0))
     queue.plan([0.0])
-    assert queue.peek(0).id == "newer", "three of 18"
+    assert queue.peek(0).id == "newest", "one of 3"
 
 
 def test_a_plan_knows_what_each_slot_still_runs():
@@ -115,12 +122,12 @@ def test_the_budget_by_hand():
     assert budget.cost(replace(one, pause_at=6)) == 16
 
 
-def admitted(admission, running=(), kv_tokens=0):
-    return [(r.id, r.pause_at) for r in admission.pop(dict(running), kv_tokens)]
+def admitted(admission, running=(), *kv_tokens):
+    return [(r.id, r.pause_at) for r in admission.pop(dict(running), *kv_tokens)]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "leases"),
+    ("tokens", "quanta"),
     [
         (42, [None, None]),
         (41, [4, None]),  # room for both as long as they may get is missing by one
@@ -132,10 +139,28 @@ def admitted(admission, running=(), kv_tokens=0):
         (4, []),
     ],
 )
-def test_a_lease_where_whole_completions_do_not_fit(tokens, leases):
+def test_a_quantum_where_whole_completions_do_not_fit(tokens, quanta):
     admission = Admission(2, budget=CacheBudget(tokens, 1, 4))
     admission.push([request(i) for i in range(3)])
-    assert [pause_at for _, pause_at in admitted(admission)] == leases
+    assert [pause_at for _, pause_at in admitted(admission)] == quanta
+
+
+def test_a_quantum_is_shorter_than_the_whole():
+    admission = Admission(2, budget=CacheBudget(9, 1, 4))
+    admission.push([request(0, limit=4), request(1, limit=4)])
+    assert admitted(admission) == [("0", None)]
+
+
+SHAPES = st.tuples(st.integers(1, 9), st.integers(0, 9), st.sampled_from([None, 0.5, 7.0, 20.0]))
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=9))
+def test_a_plan_is_for_as_many_slots_as_hold_usual_requests(shapes):
+    admission = Admission(9999, order="planned", budget=CacheBudget(9999, 1, 1))
+    for i, (prompt, prefix, expected) in enumerate(shapes):
+        admission.push([request(i, expected, prefix, prompt=prompt)])
+    tokens = sum(prompt + prefix + (expected or 0) for prompt, prefix, expected in shapes)
+    assert len(admission._loads({})) == 9999 // (tokens // len(shapes) + 1)
 
 
 def test_room_is_what_neither_is_in_use_nor_may_be_taken():
@@ -146,7 +171,7 @@ def test_room_is_what_neither_is_in_use_nor_may_be_taken():
         assert admitted(admission) == [("0", 4)]
         admission.push([request(1)])
         # it has drawn 3 tokens, has 3 in the cache, and may take 2 more
-        assert admitted(admission, {"0": 3}, kv_tokens=3) == expected
+        assert admitted(admission, {"0": 3}, 3) == expected
 
 
 def test_what_paused_goes_on_first_and_the_last_to_pause_before_others():
@@ -157,7 +182,7 @@ def test_what_paused_goes_on_first_and_the_last_to_pause_before_others():
     assert [r for r, _ in admitted(admission, {"1": 4}, 4)] == ["2"]
 
 
-def test_rounds_have_no_leases():
+def test_rounds_have_no_quanta():
     admission = Admission(2, "rounds", budget=CacheBudget(30, 1, 4))
     admission.push([request(i) for i in range(3)])
     assert admitted(admission) == [("0", None)]
@@ -166,7 +191,7 @@ def test_rounds_have_no_leases():
 
 
 def test_a_plan_is_for_the_slots_that_the_cache_has_room_for():
-    """Cache for two of 40 tokens and a lease: the other slots have no share, and steal."""
+    """Cache for two of 40 tokens and a quantum: the other slots have no share, and steal."""
     admission = Admission(8, order="planned", budget=CacheBudget(109, 1, 10))
     expected = [60.0, 50.0, 40.0, 30.0, 20.0, 40.0]
     admission.push([request(i, n - 1, limit=100) for i, n in enumerate(expected)])
@@ -188,6 +213,10 @@ def test_a_plan_knows_what_runs_in_each_slot(plans):
     admission.push([request("d")])
     admitted(admission, {"a": 4, "b": 0, "c": 9})
     assert plans == [[0.0] * 5, [0.0, 0.0, 6.0, 0.0, 0.0]]
+    admission.push([request("e"), request("f")])
+    assert admitted(admission, dict.fromkeys("abcd", 9)) == [("e", None)]
+    admitted(admission, dict.fromkeys("abcde", 9))
+    assert len(plans) == 3, "none without a free slot"
 
 
 def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
@@ -204,7 +233,7 @@ def test_a_plan_is_for_all_slots_up_to_the_last_that_runs(plans):
     assert plans.pop() == [0.0] * 4
 
 
-def test_only_what_paused_after_a_lease_goes_on_first():
+def test_only_what_paused_after_a_quantum_goes_on_first():
     admission = Admission(1, order="longest_first")
     probe = replace(request("p", 2.0), pause_at=8)
     admission.push([request("a", 5.0), probe])
@@ -213,7 +242,7 @@ def test_only_what_paused_after_a_lease_goes_on_first():
     assert admitted(admission) == [("a", None)]
 
 
-def test_a_lease_counts_once():
+def test_a_quantum_counts_once():
     admission = Admission(2, budget=CacheBudget(30, 1, 4))
     admission.push([request("a"), request("b")])
     assert admitted(admission) == [("a", 4), ("b", None)]

@@ -31,7 +31,7 @@ def rounds(rule, number, lengths):
             drawn += 1
         planned = list(rule.plan(pool))
         waiting = {g.id for g in rule.waiting(planned)}
-        state = RoundState(planned, len(planned), waiting=waiting)
+        state = RoundState(planned, waiting=waiting)
         state.decoded = [g for g in planned if g.completions[0].finished]
         certain = []
         while not rule.done(state):
@@ -45,7 +45,7 @@ def rounds(rule, number, lengths):
                     g.completions[0].finish_reason = "stop"
                     state.decoded.append(g)
         before = [g.overtaken for g in planned]
-        trained, pool = rule.settle(planned, state)
+        trained, pool = rule.split(planned, state)
         yield planned, before, trained, pool, certain
     assert {g.id for g in pool} <= {str(n) for n in range(drawn)}
 
@@ -131,13 +131,13 @@ def test_a_replacement_is_due_and_its_prompt_leaves():
     planned = [group(i) for i in range(4)]
     assert [g.id for g in rule.waiting(planned)] == ["2", "3"]
     other = group("another")
-    state = RoundState([*planned, other], 5, waiting={"2", "3"})
+    state = RoundState([*planned, other], waiting={"2", "3"})
     state.decoded = [planned[3], planned[1], planned[0]]
     assert not rule.done(state)
     state.decoded.append(other)
-    state.final = 3
-    assert rule.done(state) and rule.final_groups(state) == [planned[1], planned[0]]
-    trained, left = rule.settle(state.planned, state)
+    state.final = 4
+    assert rule.done(state) and rule.final_groups(state) == [planned[1], planned[0], other]
+    trained, left = rule.split(state.planned, state)
     assert trained == [planned[0], planned[1], other] and left == planned[2:4]
 
 
@@ -147,6 +147,9 @@ def test_what_is_begun_can_be_reached():
     assert [any_order.reach(n) for n in (1, 5)] == [12, 12], "the last round may still take it"
     assert (exact.ends_early, any_order.ends_early) == (False, True)
     assert not exact.off_policy and not any_order.off_policy
+    assert WindowRound(4, 12, 1).reorders and not WindowRound(4, 4, 1).reorders
+    assert exact.verifies_from == 1 and not any_order.waiting([group(i) for i in range(12)])
+    assert exact.fresh_prompts([group(i) for i in range(12)]) == 0 and exact.ends_cycle([], [])
     assert exact.slot_prompts() == 4 and exact.most_prompts() == 12
 
 
@@ -190,18 +193,18 @@ def test_the_bound_is_reached():
     ended, pool = [], [group(i) for i in range(4)]
     for number in range(3):
         pool += [group(10 * number + 20 + i) for i in range(rule.fresh_prompts(pool))]
-        state = RoundState(pool, 4, decoded=pool[1:])
+        state = RoundState(pool, decoded=pool[1:])
         for g in pool[1:]:
             g.completions[0].finish_reason = "stop"
         ended.append(rule.done(state))
         if not ended[-1]:
             break
-        _, pool = rule.settle(pool, state)
+        _, pool = rule.split(pool, state)
     assert ended == [True, False], "after two have overtaken it"
     pool[0].completions[0].finish_reason = "length"
     state.decoded = pool
     assert rule.done(state)
-    trained, _ = rule.settle(pool, state)
+    trained, _ = rule.split(pool, state)
     assert [g.id for g in trained] == ["0", "3"]
 
 

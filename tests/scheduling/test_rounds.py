@@ -18,7 +18,7 @@ def group(name, *reasons):
 
 
 A = group("a", "stop")
-NOTHING = RoundState([], 0)
+NOTHING = RoundState([])
 
 
 def names(groups):
@@ -53,17 +53,17 @@ def test_prompts_trained_on_in_part_make_room_for_others():
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_a_group_rule_waits_for_groups(mode):
     rule = SortedRound(2, 8, 3, "group", mode)
-    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 1, completions_decoded=20))
-    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 2, completions_decoded=6))
-    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 5, completions_decoded=15))
+    assert not rule.done(RoundState([A] * 8, decoded=[A] * 1, completions_decoded=20))
+    assert rule.done(RoundState([A] * 8, decoded=[A] * 2, completions_decoded=6))
+    assert rule.done(RoundState([A] * 8, decoded=[A] * 5, completions_decoded=15))
 
 
 def test_a_completion_rule_counts_completions():
     rule = SortedRound(2, 8, 3, "completion")
-    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=5))
-    assert not rule.done(RoundState([A] * 8, 24, decoded=[A] * 8, completions_decoded=5))
-    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=6))
-    assert rule.done(RoundState([A] * 8, 24, decoded=[A] * 0, completions_decoded=9))
+    assert not rule.done(RoundState([A] * 8, decoded=[A] * 0, completions_decoded=5))
+    assert not rule.done(RoundState([A] * 8, decoded=[A] * 8, completions_decoded=5))
+    assert rule.done(RoundState([A] * 8, decoded=[A] * 0, completions_decoded=6))
+    assert rule.done(RoundState([A] * 8, decoded=[A] * 0, completions_decoded=9))
 
 
 def test_the_modes_differ_in_how_old_a_token_may_be():
@@ -84,7 +84,7 @@ def test_a_full_round_defers_and_awaits_nothing():
 def test_groups_are_settled_whole():
     a, b = group("a", "stop", None), group("b", "stop", "length")
     c, d = group("c", None, None), group("d", "stop", "stop")
-    trained, left = SortedRound(2, 4, 2).settle([a, b, c, d], NOTHING)
+    trained, left = SortedRound(2, 4, 2).split([a, b, c, d], NOTHING)
     assert names(trained) == [("b", [0, 1]), ("d", [0, 1])]
     assert names(left) == [("a", [0, 1]), ("c", [0, 1])]
     assert trained[0] is b and trained[1] is d
@@ -93,7 +93,7 @@ def test_groups_are_settled_whole():
 def test_completions_are_settled_one_by_one():
     a, b = group("a", "stop", None, "length"), group("b", "stop", "stop", "stop")
     c, d = group("c", None, None, None), group("d", None, "stop", None)
-    trained, left = SortedRound(2, 4, 3, "completion").settle([a, b, c, d], NOTHING)
+    trained, left = SortedRound(2, 4, 3, "completion").split([a, b, c, d], NOTHING)
     assert names(trained) == [("a", [0, 2]), ("b", [0, 1, 2]), ("d", [1])]
     assert names(left) == [("a", [1]), ("c", [0, 1, 2]), ("d", [0, 2])]
     assert trained[0].completions[1] is a.completions[2]
@@ -103,7 +103,7 @@ def test_completions_are_settled_one_by_one():
 def test_more_than_an_update_may_be_ready():
     ready = [group(name, "stop", "stop") for name in "abcde"]
     for unit in ("group", "completion"):
-        trained, left = SortedRound(2, 8, 2, unit).settle(ready, NOTHING)
+        trained, left = SortedRound(2, 8, 2, unit).split(ready, NOTHING)
         assert trained == ready and left == []
 
 
@@ -116,7 +116,7 @@ reasons = st.lists(
 def test_settling_is_a_partition_in_order(reasons, unit, mode):
     groups = [group(str(i), *row) for i, row in enumerate(reasons)]
     everything = [(g.id, c.index) for g in groups for c in g.completions]
-    trained, left = SortedRound(2, 8, 4, unit, mode).settle(groups, NOTHING)
+    trained, left = SortedRound(2, 8, 4, unit, mode).split(groups, NOTHING)
     parts = [[(g.id, c.index) for g in part for c in g.completions] for part in (trained, left)]
     assert sorted(parts[0] + parts[1]) == everything
     assert all(part == sorted(part) for part in parts)
@@ -137,7 +137,8 @@ def test_only_one_mode_is_off_policy():
 
 def test_a_full_round_keeps_nothing():
     rule, groups = FullRound(3), [group(name, "stop") for name in "abc"]
+    rule.check_enough(3)
     assert [rule.fresh_prompts([A] * n) for n in (0, 2, 3, 5)] == [3, 1, 0, 0]
     assert rule.most_prompts() == 3 and rule.plan(groups * 2) == groups
-    assert not rule.done(RoundState([A] * 3, 3, decoded=[A] * 3, completions_decoded=3))
-    assert rule.settle(groups, NOTHING) == (groups, [])
+    assert not rule.done(RoundState([A] * 3, decoded=[A] * 3, completions_decoded=3))
+    assert rule.split(groups, NOTHING) == (groups, [])

@@ -41,7 +41,7 @@ def ready(names, **settings):
 
 def state_of(decoded, patient=True, finished=None, groups=5):
     done = sum(len(g.completions) for g in decoded)
-    return RoundState(fresh(groups), 2 * groups, decoded, done, finished or {}, patient=patient)
+    return RoundState(fresh(groups), decoded, done, finished or {}, patient=patient)
 
 
 def names(groups):
@@ -74,6 +74,7 @@ def test_a_ratio_is_rounded_up_and_float_noise_is_not(ratio, update, raced):
     assert rule.most_deferred == (update - 1 if raced > update else 0)
     by_completion = TailRound(4, update, completion_ratio=ratio)
     assert by_completion.launched(update) == raced
+    assert by_completion.stops_groups == (raced > update)
     assert TailRound(4, update).launched(update) == update
 
 
@@ -105,6 +106,7 @@ def test_the_oldest_that_lost_come_first():
     assert names(rule.plan(pool[4:] + pool[1:4])) == "l03l04l00"  # the order of the pool
     assert rule.is_long(rule.plan(pool)) and not rule.is_long(rule.plan(pool[:3]))
     assert not rule.is_long([])
+    assert rule.metrics(pool) == {"tail_batching/long_round": 1.0}
 
 
 def test_a_cycle_ends_with_a_long_round():
@@ -134,7 +136,7 @@ def test_prompts_that_wait_and_those_that_race_must_be_there(prompts, ratio, fit
 def test_what_lost_again_counts_it():
     rule = TailRound(1, 2)
     a, b = group("a", 1.0, 0.0, deferred=3), group("b", None, None, deferred=2)
-    _, left = rule.settle([a, b], state_of([a]))
+    _, left = rule.split([a, b], state_of([a]))
     assert [(g.prompt.uid, g.deferred) for g in left] == [("b", 3)]
     assert b.deferred == 2  # a copy
 
@@ -146,7 +148,7 @@ def test_a_round_with_patience_waits_for_those_that_are_ahead():
     assert not rule.done(state) and rule.awaits(state)
     slow.completions[1].scores = [0.0]
     assert rule.done(state) and not rule.awaits(state)
-    trained, left = rule.settle([a, b, slow], state)
+    trained, left = rule.split([a, b, slow], state)
     assert names(trained) == "as" and names(left) == "b"
 
 
@@ -155,7 +157,7 @@ def test_without_patience_whoever_is_scored_overtakes():
     slow, a, b = group("s", 1.0, None), *ready("ab")
     state = state_of([slow, a, b], patient=False)
     assert rule.done(state) and not rule.awaits(state)
-    trained, left = rule.settle([slow, a, b], state)
+    trained, left = rule.split([slow, a, b], state)
     assert names(trained) == "ab" and names(left) == "s"
     assert not rule.done(state_of([slow, a], patient=False))
 
@@ -178,9 +180,18 @@ def test_the_first_that_finished_are_enough_and_stand_in_their_places():
     rule, a = race(size=3), group("a", *[1.0] * 6)
     state = state_of([], finished={"a@0": [a.completions[i] for i in (4, 1)]})
     assert rule.enough(a, state) is None
-    state.finished["a@0"] += [a.completions[0], a.completions[5]]
-    assert [c.index for c in rule.enough(a, state)] == [0, 1, 4]
+    for last in (0, 5):
+        state.finished["a@0"].append(a.completions[last])
+        assert [c.index for c in rule.enough(a, state)] == [0, 1, 4]
+        assert TailRound(2, 3).enough(a, state) is None, "only whole groups race"
     assert rule.enough(group("b", 1.0), state) is None
+
+
+def test_a_group_without_spare_completions_does_not_race():
+    rule, a = race(), group("a", 1.0, None)
+    state = state_of([], True, {a.id: a.completions})
+    state.planned = [a]
+    assert not rule.awaits(state)
 
 
 @pytest.mark.parametrize("patient", [True, False])
@@ -209,7 +220,7 @@ def test_what_lost_keeps_as_many_completions_as_are_trained_on():
     rule = race(update=1, size=2)
     a, b = group("a", 1.0, 0.0), group("b", None, None, None, None)
     b.completions = b.completions[1:]
-    trained, left = rule.settle([a, b], state_of([a]))
+    trained, left = rule.split([a, b], state_of([a]))
     assert names(trained) == "a" and [c.index for c in left[0].completions] == [1, 2]
     assert len(b.completions) == 3
 
@@ -219,7 +230,7 @@ def test_a_loser_may_get_back_what_was_stopped():
     b = group("b", None, None, None)
     state.stopped = {b.id: b.completions[:1], "a@0": []}
     b.completions = b.completions[1:]
-    _, (left,) = rule.settle([*state.decoded, b], state)
+    _, (left,) = rule.split([*state.decoded, b], state)
     assert [c.index for c in left.completions] == [0, 1]
 
 
@@ -237,7 +248,7 @@ def test_settling_is_a_partition(kinds, random, update, patient):
     groups = [made[kind](str(i)) for i, kind in enumerate(kinds)]
     decoded = random.sample(groups, random.randint(0, len(groups)))
     rule, state = TailRound(update, 2), state_of(decoded, patient, groups=len(groups))
-    trained, left = rule.settle(groups, state)
+    trained, left = rule.split(groups, state)
     assert sorted(names(trained) + names(left)) == sorted(names(groups))
     assert names(trained) == "".join(sorted(names(trained)))
     assert names(left) == "".join(sorted(names(left)))

@@ -11,7 +11,10 @@ from lit_rlsched.scheduling.timeline import (
     REWARDS,
     TRAINER,
     WEIGHTS,
+    Interval,
     Timeline,
+    holding,
+    union,
 )
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
 
@@ -30,7 +33,7 @@ def trace_of(steps, engines=1):
     for number, (engine, start, end) in enumerate(steps):
         name = str(number)
         step = Step(start, end, running=1, kv_tokens=1, admitted=[name], left={name: 1})
-        trace.take_turn({engine: step})
+        trace.take_engine_step({engine: step})
     return trace
 
 
@@ -47,7 +50,7 @@ def lap_of(intervals, until, traces=()):
 
 
 def shown(lap, lane):
-    return [i[1:] for i in lap.lanes[lane]]
+    return [i[1:] for i in lap[lane]]
 
 
 def test_a_synchronous_round_by_hand():
@@ -107,14 +110,19 @@ def test_an_engine_that_has_ended_waits_for_the_others():
     lap = lap_of(
         [(TRAINER, "rollout", 0, 10, ENGINES)],
         until=12,
-        traces=[trace_of([(0, 0, 4), (1, 0, 10)], engines=2)],
+        traces=[trace_of([(0, 0, 4), (1, 0, 10), (0, 11, 12)], engines=2)],
     )
     assert shown(lap, "engine 0") == [
         (DECODE, 0, 4, None),
         ("wait", 4, 10, ENGINES),
-        ("wait", 10, 12, TRAINER),
+        ("wait", 10, 11, TRAINER),
+        (DECODE, 11, 12, None),
     ]
-    assert shown(lap, "engine 1") == [(DECODE, 0, 10, None), ("wait", 10, 12, TRAINER)]
+    assert shown(lap, "engine 1") == [
+        (DECODE, 0, 10, None),
+        ("wait", 10, 11, TRAINER),
+        ("wait", 11, 12, ENGINES),
+    ]
     assert shown(lap, TRAINER) == [("rollout", 0, 10, ENGINES), (OTHER, 10, 12, None)]
 
 
@@ -125,6 +133,17 @@ def test_an_engine_that_waits_for_rewards_beside_an_update():
         traces=[trace_of([(0, 0, 2)])],
     )
     assert shown(lap, "engine 0") == [(DECODE, 0, 2, None), ("rewards", 2, 5, REWARDS)]
+
+
+def test_gradients_are_computed_beside_a_rollout():
+    trace = trace_of([(0, 2, 8)])
+    trace.work_times.append((3, 5))
+    lap = lap_of([(TRAINER, "rollout", 2, 8, ENGINES)], 8, [trace])
+    assert ("gradients", 3, 5, None) in shown(lap, TRAINER)
+
+
+def test_spans_that_touch_are_one():
+    assert union([(3, 4), (0, 2), (1, 1.5), (2, 2.5)]) == [(0, 2.5), (3, 4)]
 
 
 def test_steps_at_most_ten_ms_apart_are_one_interval():
@@ -139,6 +158,7 @@ def test_steps_at_most_ten_ms_apart_are_one_interval():
 def test_an_interval_across_the_end_of_a_lap_is_in_both():
     clock = Clock()
     timeline = Timeline(clock)
+    assert timeline.last is None
     clock.time = 4.0
     timeline.mark()
     timeline.add(TRAINER, "update", 3, 6)
@@ -147,6 +167,7 @@ def test_an_interval_across_the_end_of_a_lap_is_in_both():
     clock.time = 7.0
     timeline.mark()
     second = timeline.lap()
+    assert timeline.last is second
     assert shown(first, TRAINER) == [(OTHER, 0, 3, None), ("update", 3, 4, None)]
     assert shown(second, TRAINER) == [("update", 4, 6, None), (OTHER, 6, 7, None)]
     assert shown(first, "engine 0") == [("wait", 0, 3, TRAINER), (DECODE, 3, 4, None)]
@@ -169,7 +190,7 @@ def test_laps_that_nobody_asks_for_are_forgotten():
 def test_the_oldest_intervals_are_forgotten_first(monkeypatch):
     monkeypatch.setattr(timelines, "MOST", 2)
     lap = lap_of([(TRAINER, "update", i, i + 0.5) for i in range(4)], until=4)
-    assert [i.start for i in lap.lanes[TRAINER] if i.what == "update"] == [2, 3]
+    assert [i.start for i in lap[TRAINER] if i.what == "update"] == [2, 3]
 
 
 def test_a_lap_may_end_before_it_is_marked():
@@ -182,12 +203,12 @@ def test_a_lap_may_end_before_it_is_marked():
     timeline.mark()
     assert shown(timeline.lap(), TRAINER) == [("update", 3, 5, None)]
     timeline.mark()
-    assert timeline.lap().lanes == {TRAINER: []}, "no time has passed"
+    assert timeline.lap() == {TRAINER: []}, "no time has passed"
 
 
 def test_a_trainer_waits_for_engines_of_which_nothing_is_known():
     lap = lap_of([(TRAINER, "rollout", 1, 5, ENGINES)], until=5)
-    assert set(lap.lanes) == {TRAINER}
+    assert set(lap) == {TRAINER}
     assert shown(lap, TRAINER) == [(OTHER, 0, 1, None), ("rollout", 1, 5, ENGINES)]
 
 
@@ -213,8 +234,8 @@ def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
     )
     recorded = [i if i[0] == TRAINER or i[4] != ENGINES else (*i[:4], REWARDS) for i in recorded]
     lap = lap_of(recorded, until, [trace])
-    assert set(lap.lanes) == {TRAINER, "engine 0", "engine 1"}
-    for name, lane in lap.lanes.items():
+    assert set(lap) == {TRAINER, "engine 0", "engine 1"}
+    for name, lane in lap.items():
         at = 0.0
         for interval in lane:
             assert interval.lane == name
@@ -224,20 +245,22 @@ def test_every_lane_has_one_meaning_at_each_moment(recorded, steps, until):
     both = [
         (a, b)
         for a, b in zip([x / 2 for x in range(60)], [x / 2 for x in range(1, 61)], strict=True)
-        if b <= until and all(_waits(lap, lane, (a + b) / 2) for lane in lap.lanes)
+        if b <= until and all(_waits(lap, lane, (a + b) / 2) for lane in lap)
     ]
-    whom = [{_waits(lap, lane, (a + b) / 2) for lane in lap.lanes} for a, b in both]
+    whom = [{_waits(lap, lane, (a + b) / 2) for lane in lap} for a, b in both]
     assert all(w == {REWARDS} for w in whom), "they wait for each other"
 
 
 def _waits(lap, lane, at):
-    return next(i.waits_for for i in lap.lanes[lane] if i.start <= at < i.end)
+    return next(i.waits_for for i in lap[lane] if i.start <= at < i.end)
 
 
 def test_later_intervals_hide_earlier_ones():
-    intervals = [(TRAINER, "y", 2, 4), (TRAINER, "x", 0, 9)]
+    intervals = [(TRAINER, "z", 0, 1), (TRAINER, "y", 2, 4), (TRAINER, "x", 0, 9)]
+    assert holding([Interval(*intervals[1])], [0, 2, 4, 8]) == [None, intervals[1] + (None,), None]
     assert shown(lap_of(intervals, 8), TRAINER) == [
-        ("x", 0, 2, None),
+        ("z", 0, 1, None),
+        ("x", 1, 2, None),
         ("y", 2, 4, None),
         ("x", 4, 8, None),
     ]

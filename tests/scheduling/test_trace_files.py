@@ -9,16 +9,18 @@ import pytest
 
 from lit_rlsched.scheduling import trace_files
 from lit_rlsched.scheduling.trace import RolloutTrace, Step
-from lit_rlsched.scheduling.trace_files import MERGED, TABLES, Traces, TraceWriter
+from lit_rlsched.scheduling.trace_files import MERGED, TABLES, Traces, TraceWriter, parts_of
 from lit_rlsched.settings import UsageError
 
 
 def tables_of(number: int) -> dict[str, pa.Table]:
     """Rows of a round; those of some rounds have a table or a column less."""
     rows = {"value": [number * 10 + i for i in range(1 + number % 3)]}
-    tables = {"spans": pa.table(rows), "rounds": pa.table({"version": [number]})}
+    rounds = pa.table({"version": [number]})
+    tables = {"steps": rounds[:0], "spans": pa.table(rows), "rounds": rounds}
     if number % 4 == 0:
         tables["intervals"] = pa.table({"start": [number], "more": [str(number)]})
+        tables["rounds"] = tables["rounds"].append_column("slots", [[number]])
     return tables
 
 
@@ -31,8 +33,12 @@ def expected(rounds) -> dict[str, list[dict]]:
 
 
 def read(folder: Path) -> dict[str, list[dict]]:
+    """All rows, without the columns that other rounds have."""
     traces = Traces(folder)
-    return {name: traces.rows(name) for name in TABLES}
+    return {
+        name: [{k: v for k, v in row.items() if v is not None} for row in traces.rows(name)]
+        for name in TABLES
+    }
 
 
 class Killed(BaseException):
@@ -41,13 +47,26 @@ class Killed(BaseException):
 
 def test_rounds_come_back_in_order_however_many_are_merged(tmp_path):
     writer = TraceWriter(tmp_path / "traces")
-    writer.begin(1, {"model": "m"})
-    for number in range(1, 3 * MERGED + 5):
+    writer.begin(0, {"model": "m"})
+    for number in range(3 * MERGED + 4):
         writer.add(number, tables_of(number))
-        if number % 7 == 0 or number > 3 * MERGED:
-            assert read(tmp_path) == expected(range(1, number + 1))
-    assert len([*(tmp_path / "traces").rglob("*.parquet")]) < 3 * (MERGED + 4)
-    assert Traces(tmp_path).about["model"] == "m" == Traces(tmp_path / "traces").about["model"]
+        if number % 7 == 0 or number >= 3 * MERGED:
+            assert read(tmp_path) == expected(range(number + 1))
+    files = {name: len(parts_of(tmp_path / "traces" / name)) for name in TABLES}
+    assert files == {"rounds": 7, "spans": 7, "intervals": 25, "completions": 0, "steps": 0}
+    traces = Traces(tmp_path)
+    assert traces.about["model"] == "m" == Traces(tmp_path / "traces").about["model"]
+    assert traces.table("spans").column_names == ["round", "value"]
+    # without completions nothing says which rounds are new
+    assert traces.newest(1).rows("rounds") == traces.rows("rounds")
+
+
+def test_a_file_that_a_merged_one_covers_is_left_out(tmp_path):
+    folder = tmp_path / "run" / "spans"
+    TraceWriter(folder.parent).add(5, tables_of(5))
+    for name in ("000001-000004", "000002-000003", "000004-000004", "6-7x", "x6-7"):
+        (folder / f"{name}.parquet").touch()
+    assert [part[:2] for part in parts_of(folder)] == [(1, 4), (5, 5)]
 
 
 @pytest.mark.mostly_slow("0", "3", "7")
@@ -56,7 +75,7 @@ def test_a_kill_at_any_write_loses_no_earlier_round_and_a_resume_goes_on(
     tmp_path, monkeypatch, seed
 ):
     """Killed before or after any rename or deletion, and resumed from any earlier round."""
-    chance, folder = random.Random(seed), tmp_path / "traces"
+    chance, folder = random.Random(seed), tmp_path / "run" / "traces"
     monkeypatch.setattr(trace_files, "MERGED", 5)
     replace, unlink, left = os.replace, Path.unlink, [0]
 
@@ -91,25 +110,35 @@ def test_a_kill_at_any_write_loses_no_earlier_round_and_a_resume_goes_on(
                 assert [row for row in found[name] if row["round"] <= done] == rows
         number = chance.randint(1, done + 1)
     left[0] = 0
+    (folder / "spans" / ".unfinished.tmp").touch()
     TraceWriter(folder).begin(number, {})
     assert read(folder) == expected(range(1, number))
     assert not [*folder.rglob("*.tmp")]
+    parts = [part for name in TABLES for part in parts_of(folder / name)]
+    assert all(part.first <= part.last < number for part in parts)
 
 
 def test_the_oldest_rounds_are_deleted_first(tmp_path):
-    whole = TraceWriter(tmp_path / "whole")
-    small = TraceWriter(tmp_path / "small", most_bytes=20_000)
-    for writer in (whole, small):
-        writer.begin(1, {})
-        for number in range(1, 200):
-            writer.add(number, tables_of(number))
-    size = sum(path.stat().st_size for path in (tmp_path / "small" / "spans").iterdir())
-    assert size < 40_000
-    kept = sorted({row["round"] for row in Traces(tmp_path / "small").rows("spans")})
-    assert kept[0] > 1 and kept == [*range(kept[0], 200)]
-    for folder in ("small", "whole"):
-        assert len(Traces(tmp_path / folder).rows("rounds")) == 199
-    assert len({row["round"] for row in Traces(tmp_path / "whole").rows("spans")}) == 199
+    """As many files as must go, but not the newest of a table, and none of a small table."""
+    for number in range(1, 40):
+        TraceWriter(tmp_path).add(number, tables_of(number))
+
+    def files():
+        parts = [part for name in ("spans", "intervals") for part in parts_of(tmp_path / name)]
+        return [part.path for part in sorted(parts, key=lambda part: part.last)]
+
+    left = files()
+    newest, rounds = [left[-1], left[-4]], [*(tmp_path / "rounds").iterdir()]
+    assert {path.parent.name for path in newest} == {"spans", "intervals"}
+    while old := [path for path in left if path not in newest]:
+        size = sum(path.stat().st_size for path in left)
+        TraceWriter(tmp_path, size).add(0, {})
+        assert files() == left
+        TraceWriter(tmp_path, size - old[0].stat().st_size - 1).add(0, {})
+        left = [path for path in left if path not in old[:2]]
+        assert files() == left
+    TraceWriter(tmp_path, 0).add(0, {})
+    assert files() == left and [*(tmp_path / "rounds").iterdir()] == rounds
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
@@ -117,7 +146,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
         Traces(tmp_path)
     writer = TraceWriter(tmp_path / "traces")
     writer.begin(1, {})
+    Traces(tmp_path).check()  # nothing is missing where there are no rows
     writer.add(1, tables_of(1))
+    with pytest.raises(UsageError, match="rounds` has no column `clock`"):
+        Traces(tmp_path).check()
     path = tmp_path / "traces" / "spans" / "000001-000001.parquet"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
@@ -136,28 +168,37 @@ def test_what_cannot_be_read_is_named(tmp_path):
 def test_windows_are_sums_over_the_steps_of_an_engine(engines):
     trace, chance = RolloutTrace(4 * engines, engines=engines), np.random.default_rng(engines)
     now = [0.0] * engines
-    for turn in range(50):
+    for turn in range(400):
         steps = {}
         for engine in range(engines):
             if turn and chance.random() < 0.2:
                 continue
             start = now[engine] + 0.5
             now[engine] = start + 1 + chance.random()
-            steps[engine] = Step(start, now[engine], 2, int(chance.integers(99)), prefill_tokens=3)
+            steps[engine] = Step(start, now[engine], 2, int(chance.integers(99)), 1 + turn % 2, 3)
             if not turn:
                 steps[engine].admitted = [f"{engine}/0"]
         if steps:
-            trace.take_turn(steps)
+            trace.take_engine_step(steps)
     columns = {name: np.array(column) for name, column in trace.steps.items()}
     real = columns["decode_steps"] > 0
-    for most in (1, 7, 1000):
-        windows = trace.windows(most)
-        assert max(np.bincount(windows["engine"])) <= most
+    for most, windows in ((1, trace.windows(1)), (7, trace.windows(7)), (256, trace.windows())):
+        assert max(np.bincount(windows["engine"])) == most
         for name in ("kv_tokens", "prefill_tokens", "decode_steps"):
-            assert windows[name].sum() == columns[name][real].sum()
+            steps = columns["decode_steps"] if name == "kv_tokens" else 1
+            assert windows[name].sum() == (columns[name] * steps)[real].sum()
         assert windows["steps"].sum() == real.sum()
         assert windows["seconds"].sum() == pytest.approx(
             (columns["end"] - columns["start"])[real].sum()
         )
         assert (windows["end"] - windows["start"] >= windows["seconds"] - 1e-9).all()
     assert RolloutTrace(4).windows()["seconds"].size == 0
+
+
+def test_columns_have_the_same_types_whatever_a_round_decoded():
+    types = []
+    for ran in (0, 1):
+        trace = RolloutTrace(1)
+        trace.take(Step(1, 2, ran, ran, ran, admitted="a"))
+        types.append({name: column.dtype for name, column in trace.windows().items()})
+    assert types[0] == types[1]

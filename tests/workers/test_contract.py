@@ -191,4 +191,4 @@ def test_workers_killed_over_and_over_end_the_run_and_say_how_often(
             os.kill(worker.process.pid, signal.SIGKILL)
             wait_until(lambda pid=worker.process.pid: not alive(pid))
             while worker in use.scheduler._workers or not use.scheduler._workers[0].ready:
-                use.scheduler.turn(0.1)
+                use.scheduler.serve(0.1)

@@ -175,8 +175,7 @@ def _metrics(
             if (number := int(known["round"])) in of:
                 of[number] |= {n: v for n, v in known.items() if n not in ("round", "step")}
         for known in record.validations:
-            before = [n for n, step in steps.items() if step < known["step"]]
-            at = max(before, default=0)
+            at = max((n for n, step in steps.items() if step < known["step"]), default=0)
             seconds = of[at]["seconds"] if at else 0.0
             validations.setdefault(known["step"], {"round": at, "seconds": seconds, **known})
         measured = {row["step"] for row in record.validations}

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import html
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from functools import cache
@@ -14,7 +15,6 @@ from typing import Any
 
 from lit_rlsched.callbacks.report.collect import COMPARED
 from lit_rlsched.callbacks.report.timelines import ENDS
-from lit_rlsched.run.saving.run_folder import names_of
 from lit_rlsched.scheduling.trace_files import write_whole
 from lit_rlsched.text import printable
 
@@ -29,9 +29,9 @@ def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: boo
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = f"Made on {datetime.now():%Y-%m-%d %H:%M:%S}{', while the run went on' * going_on}."
-    names = names_of([Path(run["folder"]) for run in runs])
-    runs = [{**run, "name": name} for run, name in zip(runs, names, strict=True)]
-    data: dict[str, Any] = {"title": f"Report of {', '.join(names)}"}
+    if len({run["name"] for run in runs}) < len(runs):
+        runs = [{**run, "name": run["folder"]} for run in runs]
+    data: dict[str, Any] = {"title": f"Report of {', '.join(run['name'] for run in runs)}"}
     data |= {"made": made, "notes": notes(runs), "ends": ENDS, "runs": runs}
     text = json.dumps(printable(data), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     script = _own("page.js")
@@ -45,11 +45,7 @@ def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: boo
         "PLOTLY": plotly(),
         "SCRIPT": script,
     }
-    pieces = _own("page.html").split("{{")
-    whole = pieces[0]
-    for piece in pieces[1:]:
-        name, _, after = piece.partition("}}")
-        whole += parts[name] + after
+    whole = re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _own("page.html"))
     write_whole(path, lambda at: at.write_text(whole, encoding="utf-8"))
     return path
 

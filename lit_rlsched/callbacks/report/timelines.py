@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Json = dict[str, Any]
+Fates = dict[str, tuple[int, Json]]
+"""The rounds in which requests have ended, and their rows of completions."""
 
 MOST_SPANS = 100_000
 """Times in a slot, and intervals of lanes, that all timelines of a page show together."""
@@ -43,8 +45,7 @@ def split(table: "pa.Table") -> dict[int, "pa.Table"]:
     if not table.num_rows:
         return {}
     found, at = np.unique(table["round"].to_numpy(), return_index=True)
-    ends = [*at[1:].tolist(), table.num_rows]
-    places = zip(found.tolist(), at.tolist(), ends, strict=True)
+    places = zip(found.tolist(), at.tolist(), [*at[1:].tolist(), table.num_rows], strict=True)
     return {number: table.slice(begin, end - begin) for number, begin, end in places}
 
 
@@ -91,34 +92,23 @@ def timelines(traces: Traces, rounds: Sequence[Mapping[str, Any]], share: float)
     return found
 
 
-def _seen(
-    traces: Traces, parts: Sequence["pa.Table"]
-) -> tuple[dict[str, tuple[int, Json]], dict[str, int]]:
-    """Return the completions of some rounds' spans, with the round that has ended each.
-
-    And of each request the last round in which it decoded.
-    """
+def _seen(traces: Traces, parts: Sequence["pa.Table"]) -> tuple[Fates, dict[str, int]]:
+    """Return the fates of some rounds' spans, and the last round in which each request decoded."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     wanted = pa.concat_arrays([chunk for part in parts for chunk in part["request"].chunks])
-
-    def rows(name: str) -> pa.Table:
-        table = traces.table(name)
-        return table.filter(pc.is_in(table["request"], wanted)) if table.num_rows else table
-
-    fates = {row["request"]: (row["round"], row) for row in rows("completions").to_pylist()}
-    spans = rows("spans")
+    known, spans = (traces.table(name) for name in ("completions", "spans"))
+    if known.num_rows:
+        known = known.filter(pc.is_in(known["request"], wanted))
+    spans = spans.filter(pc.is_in(spans["request"], wanted))
+    fates = {row["request"]: (row["round"], row) for row in known.to_pylist()}
     columns = (spans[name].to_pylist() for name in ("request", "round"))
     return fates, dict(zip(*columns, strict=True))  # the rounds are in order
 
 
 def _timeline(
-    part: "pa.Table",
-    number: int,
-    fates: Mapping[str, tuple[int, Json]],
-    last: Mapping[str, int],
-    newest: bool,
+    part: "pa.Table", number: int, fates: Fates, last: Mapping[str, int], newest: bool
 ) -> Json:
     """Return the times in slots of a round, from its spans; `last` is each request's last round."""
     spans = part.select(["request", "slot", "start", "end", "tokens"]).to_pylist()

@@ -4,8 +4,8 @@ import os
 import pickle
 import socket
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not _is_local_file_protocol(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         target = Path(str(path).removeprefix("file://"))
-        temporary = _temporary_name(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
+        for left in target.parent.glob(f".*{_SUFFIX}*"):  # of processes that were killed meanwhile
+            if f".{os.getpid()}{_SUFFIX}" not in left.name:
+                left.unlink(missing_ok=True)
         try:
             checksums = serialization.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
             with temporary.open("wb") as file, checksums:
@@ -65,7 +69,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(target.parent)
+        with suppress(OSError):  # some file systems cannot sync folders
+            descriptor = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # makes the rename durable
+            finally:
+                os.close(descriptor)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Check the file and load it."""
@@ -76,9 +85,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     "file. Processes on several hosts need it on each, or in a shared folder."
                 )
             _check_file(path)
-        with _refusing(path):
-            checkpoint = super().load_checkpoint(path, *args, **kwargs)
-        return _checked(checkpoint, path)
+        load = super().load_checkpoint
+        return _loaded(path, lambda: load(path, *args, **kwargs))
 
 
 def with_atomic_io(plugins: Any) -> list[Any]:
@@ -92,20 +100,22 @@ def with_atomic_io(plugins: Any) -> list[Any]:
 def read_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     """Load a checkpoint. It is memory-mapped, so weights are read when they are used."""
     _check_file(path, tensors=verify)
-    with _refusing(path):
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return _checked(checkpoint, path)
+    how: dict[str, Any] = {"map_location": "cpu", "weights_only": True, "mmap": True}
+    return _loaded(path, lambda: torch.load(path, **how))
 
 
-@contextmanager
-def _refusing(path: Any) -> Iterator[None]:
-    """Turn the errors of reading a checkpoint into a `CheckpointError`."""
+def _loaded(path: Any, load: Callable[[], Any]) -> dict[str, Any]:
+    """Return what `load` reads; refuse what cannot be read, and what is no checkpoint."""
     try:
-        yield
+        checkpoint = load()
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
         verb = "unpickled" if isinstance(error, pickle.UnpicklingError) else "read"
         why = str(error).partition("\n")[0].rstrip(".")
         raise _refused(path, f"cannot be {verb}: {why}") from error
+    needed = {"state_dict", "pytorch-lightning_version", "global_step"}
+    if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
+        raise _refused(path, "holds tensors, but is not a Lightning checkpoint")
+    return checkpoint
 
 
 def _check_file(path: str | Path, tensors: bool = True) -> None:
@@ -129,34 +139,8 @@ def _check_file(path: str | Path, tensors: bool = True) -> None:
         raise _refused(path, f"is damaged: its part `{broken}` does not match its checksum")
 
 
-def _checked(checkpoint: Any, path: Any) -> dict[str, Any]:
-    needed = {"state_dict", "pytorch-lightning_version", "global_step"}
-    if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
-        raise _refused(path, "holds tensors, but is not a Lightning checkpoint")
-    return checkpoint
-
-
 def _refused(path: Any, why: str) -> CheckpointError:
     return CheckpointError(
         f"`{path}` {why}. Use another checkpoint, or `--ckpt_path last` for the newest readable "
         "one of the run."
     )
-
-
-def _temporary_name(target: Path) -> Path:
-    """Make the folder of a checkpoint, and return the name under which it is written."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for path in target.parent.glob(f".*{_SUFFIX}*"):  # of processes that were killed meanwhile
-        if f".{os.getpid()}{_SUFFIX}" not in path.name:
-            path.unlink(missing_ok=True)
-    return target.with_name(f".{target.name}.{os.getpid()}{_SUFFIX}")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename durable, where the file system can sync folders."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

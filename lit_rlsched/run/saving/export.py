@@ -22,12 +22,7 @@ from lit_rlsched.run.saving.checkpoints import CheckpointError, read_checkpoint
 from lit_rlsched.run.saving.resuming import check_base, check_same_weights
 from lit_rlsched.run.saving.run_folder import folder_with, newest_checkpoint, run_state
 from lit_rlsched.settings import RunFailed, UsageError
-from lit_rlsched.training.lora import (
-    adapter_config,
-    base_model,
-    read_config,
-    with_adapter,
-)
+from lit_rlsched.training.lora import adapter_config, base_model, read_config, with_adapter
 from lit_rlsched.training.policy import eos_token_ids, load_policy, load_tokenizer, named_weights
 from lit_rlsched.training.precision import kept_in_float32, main_dtype
 
@@ -160,9 +155,7 @@ def find_checkpoint(ckpt_path: str) -> Path:
     path = Path("runs" if ckpt_path == "last" else ckpt_path)
     if not path.exists():
         raise UsageError(f"`ckpt_path={ckpt_path}`: `{path.absolute()}` does not exist.")
-    if path.is_file():
-        return path
-    newest = newest_checkpoint(path, resumable=False)
+    newest = path if path.is_file() else newest_checkpoint(path, resumable=False)
     if newest is None:
         raise UsageError(
             f"`ckpt_path={ckpt_path}`: there is no readable checkpoint in `{path.absolute()}`. "

@@ -212,11 +212,9 @@ def config_of(
             values[attribute] = left.pop(name)
     values = {name: value for name, value in values.items() if hasattr(defaults, name)}
     if hasattr(defaults, "rope_parameters"):  # some look for a `head_dim` that they do not list
-        length = values["max_position_embeddings"]
-        rope = _rope(left, model, head_dim, length, factors)
+        rope = _rope(left, model, head_dim, values["max_position_embeddings"], factors)
         values |= {"head_dim": head_dim, "rope_parameters": rope}
-    layers = values["num_hidden_layers"]
-    if model in _LARGEST and layers == _LARGEST[model]:
+    if model in _LARGEST and values["num_hidden_layers"] == _LARGEST[model]:
         values["query_pre_attn_scalar"] = width // heads
     elif model in _LARGEST and head_dim != defaults.query_pre_attn_scalar:
         left["attention.key_length"] = head_dim  # how scores are scaled cannot be told
@@ -258,8 +256,7 @@ def _rope(
         rope |= {"partial_rotary_factor": dims / head_dim} if dims < head_dim else {}
     kind = left.get(f"{scaling}type", "linear")
     if kind in ("none", "linear", "yarn"):
-        linear = left.pop("rope.scale_linear", 0)
-        factor = left.pop(f"{scaling}factor", linear) or 1
+        factor = left.pop(f"{scaling}factor", left.pop("rope.scale_linear", 0)) or 1
         original = left.pop(f"{scaling}original_context_length", length)
         fast, slow = (left.pop(f"{scaling}yarn_beta_{end}", None) for end in ("fast", "slow"))
         for name in ("type", "finetuned"):

@@ -49,16 +49,13 @@ def model_folder(given: Any, folder: Path, *, several: bool, gets_adapter: bool)
                 f"`{name}` is frozen; all weights are trained, or adapters: call "
                 "`requires_grad_(True)` of the model, or give `peft_config`"
             )
-    save = None if several else lambda: _written(folder, given.save_pretrained)
-    return _first_equal(
-        "model", lambda at: _difference(given, at), str(given.name_or_path or ""), save
-    )
+    return _first_equal("model", given, _difference, None if several else folder)
 
 
 def tokenizer_folder(given: Any, folder: Path, *, several: bool) -> str:
     """Return the name or folder of a tokenizer that equals a given one; see `model_folder`."""
 
-    def difference(at: str) -> str | None:
+    def difference(given: Any, at: str) -> str | None:
         inner = getattr(given, "tokenizer", given)  # of a processor
         loaded = load_tokenizer(at)
         ids, ours = (one(_PROBE)["input_ids"] for one in (inner, loaded))
@@ -69,9 +66,7 @@ def tokenizer_folder(given: Any, folder: Path, *, several: bool) -> str:
                 return f"its `{name}` is another"
         return None
 
-    name = str(getattr(given, "name_or_path", ""))
-    save = None if several else lambda: _written(folder, given.save_pretrained)
-    return _first_equal("processing_class", difference, name, save)
+    return _first_equal("processing_class", given, difference, None if several else folder)
 
 
 def _refused(why: str, what: str = "model") -> UsageError:
@@ -79,34 +74,34 @@ def _refused(why: str, what: str = "model") -> UsageError:
 
 
 def _first_equal(
-    what: str, difference: Callable[[str], str | None], name: str, save: Callable[[], str] | None
+    what: str, given: Any, difference: Callable[[Any, str], str | None], folder: Path | None
 ) -> str:
-    """Return the name, or else where the object was saved, if that loads one without difference."""
+    """Return the object's name, or the folder to save it in, if that loads one without difference.
+
+    Without a folder the object is not saved.
+    """
+    name = str(getattr(given, "name_or_path", "") or "")
     try:
-        why = difference(name)
+        why = difference(given, name)
     except (UsageError, OSError, ValueError):
         why = f"`name_or_path={name}` loads nothing"
     if why is None:
         return name
-    if save is None:
+    if folder is None:
         raise _refused(
             f"several processes load it by its name, and {why}. Save it with `save_pretrained` "
             "before the run, and give the folder",
             what,
         )
-    if (why := difference(folder := save())) is None:
-        return folder
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    given.save_pretrained(str(folder))
+    if (why := difference(given, str(folder))) is None:
+        return str(folder)
     raise _refused(
         f"saved with `save_pretrained` and loaded again, {why}. Write the change into a folder "
         "that transformers loads, and give the folder",
         what,
     )
-
-
-def _written(folder: Path, save: Callable[[str], Any]) -> str:
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
-    save(str(folder))
-    return str(folder)
 
 
 @torch.no_grad()

@@ -86,10 +86,49 @@ class PolicyCheckpoints(LightningModule):
     def adopt_optimizer(
         self, optimizer: Optimizer, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return a checkpoint's state of the optimizer, for the weights of this run."""
+        """Group the weights as a checkpoint does; return its state for the weights of this run."""
         if (text := restored_settings(self.hparams, state["param_groups"])) is not None:
             rank_zero_warn(text)
-        return _adopt(optimizer, state, checkpoint["policy"]["optimizer"], self)
+        about = checkpoint["policy"]["optimizer"]
+        if about["class"] != type(optimizer).__name__:
+            raise UsageError(
+                f"The checkpoint has the state of the optimizer `{about['class']}`, and this run "
+                f"has `{type(optimizer).__name__}`. Return the former from "
+                "`configure_optimizers`, or start a new run from the exported weights."
+            )
+        ours, theirs, groups = _names(optimizer, self), about["groups"], state["param_groups"]
+        if theirs == ours:
+            return dict(state)
+        parameters = chain(*(group["params"] for group in optimizer.param_groups))
+        weights = dict(zip(chain(*ours), parameters, strict=True))
+        place = {name: i for i, names in enumerate(theirs) for name in names}
+        kept = [[name for name in names if name in weights] for names in theirs]
+        for names in ours:  # what is new goes where the rest of its group went
+            beside = next((place[name] for name in names if name in place), 0)
+            kept[beside] += [name for name in names if name not in place]
+        for changed, what in (
+            ([name for name in weights if name not in place], "are trained now, with a new state"),
+            ([name for name in place if name not in weights], "are trained no more"),
+        ):
+            if changed:
+                rank_zero_warn(
+                    f"The checkpoint was made while other weights were trained: {len(changed)} "
+                    f"{what}; the first is `{changed[0]}`."
+                )
+        optimizer.param_groups = [
+            {**optimizer.param_groups[0], "params": [weights[name] for name in names]}
+            for names in kept
+        ]
+        old = dict(zip(chain(*theirs), chain(*(of["params"] for of in groups)), strict=True))
+        new = {name: number for number, name in enumerate(chain(*kept))}
+        known = {new[name]: state["state"].get(old.get(name)) for name in new}
+        return {
+            "state": {number: of for number, of in known.items() if of is not None},
+            "param_groups": [
+                {**group, "params": [new[name] for name in names]}
+                for group, names in zip(groups, kept, strict=True)
+            ],
+        }
 
     def on_fit_start(self) -> None:
         """Adopt the checkpoint's optimizer state, which Lightning loads next."""
@@ -108,54 +147,6 @@ def without_base(module: PolicyCheckpoints, keys: Any) -> None:
     """Let a checkpoint of the adapters alone pass as complete."""
     saved = module._saved_keys()
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in saved]
-
-
-def _adopt(
-    optimizer: Optimizer, state: Mapping[str, Any], about: Mapping[str, Any], module: nn.Module
-) -> dict[str, Any]:
-    """Group the weights as a checkpoint does; return its state for the weights that are there."""
-    if about["class"] != type(optimizer).__name__:
-        raise UsageError(
-            f"The checkpoint has the state of the optimizer `{about['class']}`, and this run has "
-            f"`{type(optimizer).__name__}`. Return the former from `configure_optimizers`, or "
-            "start a new run from the exported weights."
-        )
-    ours, theirs, groups = _names(optimizer, module), about["groups"], state["param_groups"]
-    if theirs == ours:
-        return dict(state)
-    parameters = chain(*(group["params"] for group in optimizer.param_groups))
-    weights = dict(zip(chain(*ours), parameters, strict=True))
-    place = {name: i for i, names in enumerate(theirs) for name in names}
-    kept = [[name for name in names if name in weights] for names in theirs]
-    for names in ours:  # what is new goes where the rest of its group went
-        beside = next((place[name] for name in names if name in place), 0)
-        kept[beside] += [name for name in names if name not in place]
-    for changed, what in (
-        ([name for name in weights if name not in place], "are trained now, with a new state"),
-        ([name for name in place if name not in weights], "are trained no more"),
-    ):
-        if changed:
-            rank_zero_warn(
-                f"The checkpoint was made while other weights were trained: {len(changed)} {what}; "
-                f"the first is `{changed[0]}`."
-            )
-    optimizer.param_groups = [
-        {**optimizer.param_groups[0], "params": [weights[name] for name in names]} for names in kept
-    ]
-    numbers = chain(*(group["params"] for group in groups))
-    old = dict(zip(chain(*theirs), numbers, strict=True))
-    new = {name: number for number, name in enumerate(chain(*kept))}
-    return {
-        "state": {
-            number: state["state"][old[name]]
-            for name, number in new.items()
-            if old.get(name) in state["state"]
-        },
-        "param_groups": [
-            {**group, "params": [new[name] for name in names]}
-            for group, names in zip(groups, kept, strict=True)
-        ],
-    }
 
 
 def _names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:

@@ -18,16 +18,12 @@ from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
 from lit_rlsched.types import Group, stable_hash
 
-FORMAT = 3
+FORMAT = 4
 """Format of the data module's state."""
 
-SAME_ON_RESUME = (
-    "seed",
-    "prompts_per_round",
-    "num_generations",
-    "steps_per_round",
-    "num_iterations",
-)
+SIZES = ("prompts_per_round", "num_generations", "steps_per_round", "num_iterations")
+"""Settings of the data module that are the size of a round."""
+SAME_ON_RESUME = ("seed", *SIZES)
 """Settings of the data module that decide what is drawn."""
 
 _FIX = "or start a new run in another folder."

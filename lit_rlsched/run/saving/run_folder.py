@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -51,12 +51,6 @@ def full_name_of(folder: Path) -> str:
     """Return a name that tells runs apart: of `runs/countdown/version_3` `countdown/version_3`."""
     name, path = name_of(folder), folder.resolve()
     return name if name == path.name else f"{name}/{path.name}"
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the names of runs; their folders if two have the same name."""
-    names = [full_name_of(folder) for folder in folders]
-    return names if len({*names}) == len(names) else [*map(str, folders)]
 
 
 def new_folder(root: Path, kind: str = "version") -> Path:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from lit_rlsched.data.rows import name_of
+from lit_rlsched.run.saving.resuming import SIZES
 from lit_rlsched.run.switches import recorded
 from lit_rlsched.run.training_run import TrainingRun
-from lit_rlsched.scheduling.timeline import Lap
+from lit_rlsched.scheduling.timeline import Interval, Lap
 from lit_rlsched.settings import plain
 from lit_rlsched.training.round import Round, reward_matrix
 from lit_rlsched.training.schedule import Switch
@@ -38,10 +39,7 @@ def about_run(run: TrainingRun) -> dict[str, Any]:
         "kv_bytes_per_token": cache,
         "engines": len(settings.engine.engines),
         "ranks": run.facts.ranks,
-        "prompts_per_round": settings.prompts_per_round,
-        "num_generations": settings.num_generations,
-        "steps_per_round": settings.steps_per_round,
-        "num_iterations": settings.num_iterations,
+        **{name: getattr(settings, name) for name in SIZES},
         "max_completion_length": settings.sampling.max_completion_length,
         "reward_workers": settings.rewards.num_workers,
         "reward_funcs": settings.rewards.names,
@@ -129,13 +127,7 @@ def intervals(lap: Lap, clock: Callable[[float], float]) -> "pa.Table":
     """Return the intervals of all lanes, in seconds of the run's clock."""
     import pyarrow as pa
 
-    rows = [interval for lane in lap.lanes.values() for interval in lane]
-    return pa.table(
-        {
-            "lane": [row.lane for row in rows],
-            "what": [row.what for row in rows],
-            "start": [clock(row.start) for row in rows],
-            "end": [clock(row.end) for row in rows],
-            "waits_for": pa.array([row.waits_for for row in rows], pa.string()),
-        }
-    )
+    rows = [row for lane in lap.values() for row in lane]
+    shown = [row._replace(start=clock(row.start), end=clock(row.end))._asdict() for row in rows]
+    types = (pa.string(), pa.string(), pa.float64(), pa.float64(), pa.string())
+    return pa.Table.from_pylist(shown, pa.schema(zip(Interval._fields, types, strict=True)))

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rlsched.rollout.audit import (
+from lit_rlsched.rollout.result import (
     Attempt,
     DraftAudit,
-    Harvest,
     PoolAudit,
+    RoundResult,
     length_bias,
     mean_length,
     put_off_old,
     restart_stale,
-    settle,
+    split_round,
     wait_bias,
 )
 from lit_rlsched.scheduling.rollout_window import WindowRound
@@ -128,46 +128,46 @@ def test_what_is_too_old_is_begun_anew(most, restarted):
                 assert now == then
 
 
-def harvested(mode, unit="group"):
+def split(mode, unit="group"):
     done = [completion(i, (4, 2 + i), reason="stop") for i in range(2)]
     half = [completion(0, (4, 6), reason="length"), completion(1, (3, 1), (4, 7))]
     groups = [group("a", *half), group("b", *done), group("c", Completion(0), Completion(1))]
     half[0].scores, half[0].text, half[0].extra = [1.0], "text", {"column": 1}
     rule = SortedRound(1, 3, 2, unit, mode)
-    return groups, settle(groups, rule, RoundState([], 0), [Attempt(9, False)])
+    return groups, split_round(RoundState(groups), rule, [Attempt(9, False)])
 
 
 @pytest.mark.parametrize("mode", ["on_policy", "partial"])
 def test_what_ran_is_told_before_it_is_thrown_away(mode):
-    groups, harvest = harvested(mode)
-    assert harvest.ran == [
+    groups, result = split(mode)
+    assert result.ran == [
         Attempt(6, True), Attempt(8, False), Attempt(2, True), Attempt(3, True)
     ]  # fmt: skip
-    assert harvest.trained == [groups[1]]
-    assert [g.id for g in harvest.left] == ["a@0", "c@0"]
+    assert result.trained == [groups[1]]
+    assert [g.id for g in result.left] == ["a@0", "c@0"]
 
 
 def test_on_policy_throws_away_what_is_left():
-    _, harvest = harvested("on_policy")
-    assert harvest.discarded == [Attempt(9, False), Attempt(6, True), Attempt(8, False)]
-    left = [c for g in harvest.left for c in g.completions]
+    _, result = split("on_policy")
+    assert result.discarded == [Attempt(9, False), Attempt(6, True), Attempt(8, False)]
+    left = [c for g in result.left for c in g.completions]
     assert all(map(is_blank, left))
     assert [c.attempts for c in left] == [1, 1, 0, 0]
-    assert [c.attempts for g in harvest.trained for c in g.completions] == [0, 0]
+    assert [c.attempts for g in result.trained for c in g.completions] == [0, 0]
 
 
 def test_partial_keeps_what_is_left():
-    _, harvest = harvested("partial")
-    assert harvest.discarded == [Attempt(9, False)]
-    first, second = harvest.left[0].completions
+    _, result = split("partial")
+    assert result.discarded == [Attempt(9, False)]
+    first, second = result.left[0].completions
     assert (first.scores, first.text, first.extra) == ([1.0], "text", {"column": 1})
     assert first.finish_reason == "length" and second.segments == [(3, 1), (4, 7)]
 
 
 def test_on_policy_throws_nothing_away_that_is_trained_alone():
-    _, harvest = harvested("on_policy", unit="completion")
-    assert harvest.discarded == [Attempt(9, False), Attempt(8, False)]
-    assert [(g.id, [c.index for c in g.completions]) for g in harvest.trained] == [
+    _, result = split("on_policy", unit="completion")
+    assert result.discarded == [Attempt(9, False), Attempt(8, False)]
+    assert [(g.id, [c.index for c in g.completions]) for g in result.trained] == [
         ("a@0", [0]),
         ("b@0", [0, 1]),
     ]
@@ -175,9 +175,9 @@ def test_on_policy_throws_nothing_away_that_is_trained_alone():
 
 def test_a_full_round_leaves_and_discards_nothing():
     groups = [group("a", completion(0, (0, 3), reason="stop"))]
-    assert settle(groups, FullRound(1), RoundState([], 0), []) == Harvest(
-        groups, [], [Attempt(3, True)], []
-    )
+    result = split_round(RoundState(groups), FullRound(1), [])
+    assert (result.trained, result.left, result.discarded) == (groups, [], [])
+    assert result.ran == [Attempt(3, True)]
 
 
 def trace(slots, *steps):
@@ -201,13 +201,17 @@ def trained_on(*lengths, attempts=0):
     return [Group("a@0", Prompt("a", "", (1,)), Sampling(8), completions)]
 
 
+def result(trained, trace, unfinished=(), **given):
+    return RoundResult([], trained, [], [], [*unfinished], trace=trace, **given)
+
+
 def audited():
     audit = PoolAudit()
     discarded = [Attempt(4, False), Attempt(1, True)]
     stale = [Attempt(1, False, first=False)]
     first, second = trained_on(2, 3), trained_on(6, attempts=1)
-    audit.add(Harvest(first, [], [], discarded), trace(2, *4 * [(1.0, 2)], *3 * [(1.0, 1)]))
-    audit.add(Harvest(second, [], [], [], stale), trace(2, *3 * [(2.0, 2)]))
+    audit.add(result(first, trace(2, *4 * [(1.0, 2)], *3 * [(1.0, 1)]), unfinished=discarded))
+    audit.add(result(second, trace(2, *3 * [(2.0, 2)]), stale=stale))
     return audit
 
 
@@ -230,16 +234,16 @@ def test_a_pool_by_hand():
 def test_drafts_of_an_earlier_pool_by_hand():
     """Of 6 tokens of drafts, 4 are verified, of which 1 is accepted; 2 more are decoded."""
     audit = PoolAudit(carried_tokens=6)
-    went_on = Harvest(trained_on(3, attempts=1), [], [], [], drafts=DraftAudit(4, 1))
-    audit.add(went_on, trace(1, (1.0, 1), (1.0, 1)))
+    steps = trace(1, (1.0, 1), (1.0, 1))
+    audit.add(result(trained_on(3, attempts=1), steps, drafts=DraftAudit(4, 1)))
     assert audit.metrics()["pool/useful_token_share"] == 3 / (2 + 4)
 
 
 def test_a_token_that_the_verification_drew_may_be_discarded():
     """Of a draft of 8 tokens 1 is kept and another drawn, which makes 9; these two are lost."""
     audit, drafts = PoolAudit(carried_tokens=8), DraftAudit(8, 1, drawn=1)
-    lost = Harvest([], [], [], [Attempt(2, False)], drafts=drafts)
-    audit.add(lost, RolloutTrace(1))
+    lost = result([], RolloutTrace(1), [Attempt(2, False)], drafts=drafts)
+    audit.add(lost)
     assert audit.metrics()["pool/useful_token_share"] == 0 == 9 - lost.discarded_tokens
 
 
@@ -248,22 +252,22 @@ def test_what_lost_is_thrown_away():
     won = group("b", *(completion(i, (4, 1), reason="stop") for i in range(3)))
     for c in won.completions:
         c.scores = [1.0]
-    state = RoundState([lost, won], 6, decoded=[won], patient=True)
-    harvest = settle([lost, won], TailRound(1, 3, 2.0), state, [])
-    assert harvest.unfinished == [Attempt(3, True), Attempt(2, False)]
-    assert [g.id for g in harvest.left] == ["a@0"] and harvest.trained == [won]
-    _, second, third = harvest.left[0].completions
+    state = RoundState([lost, won], decoded=[won], patient=True)
+    result = split_round(state, TailRound(1, 3, 2.0), [])
+    assert result.unfinished == [Attempt(3, True), Attempt(2, False)]
+    assert [g.id for g in result.left] == ["a@0"] and result.trained == [won]
+    _, second, third = result.left[0].completions
     assert second == Completion(1, attempts=1) and third == Completion(2)
-    assert harvest.discarded_tokens == 5
+    assert result.discarded_tokens == 5
 
 
 def test_what_waits_in_a_window_keeps_its_tokens():
     goes_on = group("a", completion(0, (4, 3), reason="stop"), completion(1, (4, 2)), Completion(2))
     done = group("b", completion(0, (4, 1), reason="stop"))
-    state = RoundState([done, goes_on], 4, decoded=[done], waiting={goes_on.id})
-    harvest = settle([done, goes_on], WindowRound(1, 2, 0), state, [])
-    assert (harvest.trained, harvest.unfinished, harvest.discarded_tokens) == ([done], [], 0)
-    assert [[c.segments for c in g.completions] for g in harvest.left] == [[[(4, 3)], [(4, 2)], []]]
+    state = RoundState([done, goes_on], decoded=[done], waiting={goes_on.id})
+    result = split_round(state, WindowRound(1, 2, 0), [])
+    assert (result.trained, result.unfinished, result.discarded_tokens) == ([done], [], 0)
+    assert [[c.segments for c in g.completions] for g in result.left] == [[[(4, 3)], [(4, 2)], []]]
 
 
 def test_what_is_old_becomes_a_draft_finished_or_not():
@@ -291,7 +295,7 @@ def test_an_audit_survives_a_checkpoint():
     file.seek(0)
     other = PoolAudit.from_state(torch.load(file, weights_only=True))
     assert other == audit and other.metrics() == audit.metrics()
-    other.add(Harvest(trained_on(1), [], [], [Attempt(2, True)]), trace(1, (1.0, 1)))
+    other.add(result(trained_on(1), trace(1, (1.0, 1)), [Attempt(2, True)]))
     assert audit == audited()
 
 

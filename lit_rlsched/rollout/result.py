@@ -1,7 +1,8 @@
 """What became of decoded tokens: trained on, kept for later, or discarded."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
-from lit_rlsched.types import Completion, Group
+from lit_rlsched.types import Completion, Group, Prompt
 
 
 class Attempt(NamedTuple):
@@ -56,10 +57,15 @@ class DraftAudit:
         }
 
 
-@dataclass(slots=True)
-class Harvest:
-    """Completions that a round trains on, leaves in the pool, and discards."""
+_ATTEMPTS = ("ran", "unfinished", "stale", "stopped")
 
+
+@dataclass(slots=True)
+class RoundResult:
+    """What a rollout has drawn. Its prompts stay in the pool until `Pool.commit`."""
+
+    planned: list[Group]
+    """All groups of the round; replacements come last."""
     trained: list[Group]
     left: list[Group]
     """Groups that stay in the pool."""
@@ -73,6 +79,49 @@ class Harvest:
     """Completions taken out of groups that needed no more, with or without tokens."""
     drafts: DraftAudit = field(default_factory=DraftAudit)
     """Outcome of the drafts that the round began with."""
+    trace: RolloutTrace = field(default_factory=lambda: RolloutTrace(1))
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failures of single completions: see `RolloutSession.failures`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return primitives and tensors."""
+        from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
+
+        return {
+            "planned": pack(replace(group, completions=[]) for group in self.planned),
+            "trained": pack(self.trained),
+            "left": pack(self.left),
+            "attempts": {n: [list(a) for a in getattr(self, n)] for n in _ATTEMPTS},
+            "drafts": list(astuple(self.drafts)),
+            "trace": self.trace.state_dict(),
+            "failures": dict(self.failures),
+            "metrics": dict(self.metrics),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> "RoundResult":
+        """Create the result that `state_dict` described; `prompt` finds a prompt by its uid."""
+        from lit_rlsched.rollout.packing import unpack
+
+        planned, trained, left = (
+            unpack(state[name], prompt) for name in ("planned", "trained", "left")
+        )
+        return cls(
+            planned,
+            trained,
+            left,
+            **{n: [Attempt(*a) for a in state["attempts"][n]] for n in _ATTEMPTS},
+            drafts=DraftAudit(*state["drafts"]),
+            trace=RolloutTrace.from_state(state["trace"]),
+            failures=Counter(state["failures"]),
+            metrics=dict(state["metrics"]),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all its completions."""
+        return sum(a.tokens for a in self.ran)
 
     @property
     def discarded(self) -> list[Attempt]:
@@ -109,13 +158,12 @@ def put_off_old(
     return before
 
 
-def settle(
-    groups: Sequence[Group], rule: RoundRule, state: RoundState, stale: Sequence[Attempt]
-) -> Harvest:
+def split_round(state: RoundState, rule: RoundRule, stale: Sequence[Attempt]) -> RoundResult:
     """Split a finished round into trained and remaining groups, and reset discarded completions."""
+    groups = state.planned
     begun = [c for g in groups for c in (*g.completions, *state.stopped.get(g.id, ()))]
     ran = {id(c): (c, attempt(c)) for c in begun if c.token_ids}
-    trained, left = rule.settle(groups, state)
+    trained, left = rule.split(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
     unfinished = []
     if rule.max_staleness == 0 and rule.verifies_from is None:
@@ -124,14 +172,8 @@ def settle(
             if key not in kept:
                 unfinished.append(drawn)
                 completion.restart()
-    return Harvest(
-        trained,
-        left,
-        [how for _, how in ran.values()],
-        unfinished,
-        list(stale),
-        [attempt(c) for c in stopped],
-    )
+    attempts = [how for _, how in ran.values()], unfinished, list(stale)
+    return RoundResult(groups, trained, left, *attempts, [attempt(c) for c in stopped])
 
 
 def attempt(completion: Completion) -> Attempt:
@@ -209,19 +251,20 @@ class PoolAudit:
     first: list[Attempt] = field(default_factory=list)
     """First draw of each completion."""
 
-    def add(self, harvest: Harvest, trace: RolloutTrace) -> None:
+    def add(self, result: RoundResult) -> None:
         """Add a round."""
+        trace = result.trace
         self.rounds += 1
         slot_seconds = trace.slots * trace.seconds
         self.slot_seconds += slot_seconds
         self.idle_slot_seconds += trace.bubble_ratio * slot_seconds
-        self.tokens += trace.tokens + harvest.drafts.drawn
-        self.returned_tokens += harvest.drafts.tokens + sum(a.tokens for a in harvest.stale)
-        self.discarded_tokens += harvest.discarded_tokens
-        completions = [c for group in harvest.trained for c in group.completions]
+        self.tokens += trace.tokens + result.drafts.drawn
+        self.returned_tokens += result.drafts.tokens + sum(a.tokens for a in result.stale)
+        self.discarded_tokens += result.discarded_tokens
+        completions = [c for group in result.trained for c in group.completions]
         self.trained += (c.drawn for c in completions if not c.dropped)
         ended = [attempt(c) for c in completions]
-        self.first += (a for a in (*ended, *harvest.discarded) if a.first)
+        self.first += (a for a in (*ended, *result.discarded) if a.first)
 
     def metrics(self) -> dict[str, float]:
         """Return `pool/*`: rounds, bubble ratio, useful tokens, length bias.
