@@ -305,7 +305,7 @@ class Rollout:
         `due` of the completions do not only use free slots.
         """
         worker, turns = self.session.worker, self.session.turns
-        if self.hooks.replaces or (turns is not None and turns.tool_steps is not None):
+        if self.hooks.replaces or (turns is not None and turns.tools.tool_steps is not None):
             return True
         if self._lengths is not None and worker.may_wait(due):
             return True

@@ -68,15 +68,13 @@ class Turns:
         timeout: Callable[[Group], float | None] = lambda group: None,
         control_tokens: ControlTokens | None = None,
     ) -> None:
-        self.tool_steps = tools.tool_steps
-        self._environments = tools.environments
+        self.tools = tools
         self._chat = chat
         self._scheduler = scheduler
         self._seed = seed
         self._row = row
         self._timeout = timeout
         self._control_tokens = control_tokens
-        self._most = tools.max_tool_calling_iterations
         self._turns: dict[str, _Turn] = {}
         """Completions with a session, by id."""
         self.counts: Counter[str] = Counter()
@@ -109,7 +107,7 @@ class Turns:
         completion.finish_reason = completion.dropped = completion.failure = None
         completion.given = {}
         prompt = sample.group.prompt
-        environment = self._environments.of(prompt.columns)
+        environment = self.tools.environments.of(prompt.columns)
         goes_on = environment.has_state and bool(completion.token_ids)
         state = completion.environment_state if goes_on else ""
         if state:
@@ -124,7 +122,7 @@ class Turns:
         asked = environment.takes_prompt or prompt.text != NO_PROMPT
         given = {"prompt": prompt.text} if asked else {}
         columns: dict[str, Any] = {**given, **prompt.columns}
-        if self._environments.several:
+        if self.tools.environments.several:
             del columns[COLUMN]
         if environment.seeded:
             # the same for all completions of a group, which are compared with each other
@@ -138,8 +136,8 @@ class Turns:
     def _wait_for(self, turn: _Turn) -> None:
         """Note that a completion waits for an answer."""
         turn.state = State.WAITS
-        if self.tool_steps is not None and turn.due is None:
-            turn.due = self._now + self.tool_steps, next(self._places)
+        if self.tools.tool_steps is not None and turn.due is None:
+            turn.due = self._now + self.tools.tool_steps, next(self._places)
 
     def begin_round(self) -> None:
         """Count anew."""
@@ -165,7 +163,8 @@ class Turns:
         sample, completion = turn.sample, turn.sample.completion
         calls = self._calls(turn, start_of_turn(completion), len(completion.token_ids))
         turns = sum(message["role"] == "assistant" for message in completion.messages)
-        if not calls or completion.finish_reason != "stop" or turns > (self._most or turns):
+        most = self.tools.max_tool_calling_iterations
+        if not calls or completion.finish_reason != "stop" or turns > (most or turns):
             return self._end(turn)
         self.counts["calls"] += len(calls)
         completion.finish_reason = None
@@ -238,7 +237,7 @@ class Turns:
         self._step = step
         turns = self._turns.values()
         waits = any(turn.state is State.WAITS for turn in turns)
-        if self.tool_steps is None:
+        if self.tools.tool_steps is None:
             return idle and waits and not any(turn.state is State.ANSWERED for turn in turns)
         blocked = self._scheduler.needs_another_to_end
         due = [(t.due[0], t.state) for t in turns if t.due and not blocked(t.sample.id)]
@@ -376,11 +375,11 @@ class Turns:
         """Count the decode steps since a call; with `tool_steps` each reply has taken as many."""
         completion, called = turn.sample.completion, turn.called
         turn.called = None
-        if self.tool_steps is None:
+        if self.tools.tool_steps is None:
             completion.waited += 0 if called is None else self._now - called
         else:
             replies = sum(author == ENVIRONMENT for author, _ in completion.segments[1:])
-            completion.waited = self.tool_steps * replies
+            completion.waited = self.tools.tool_steps * replies
 
     def _close(self, turn: _Turn) -> None:
         """End the session of a completion, whatever it waits for."""
