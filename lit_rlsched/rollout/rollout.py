@@ -88,6 +88,7 @@ class Rollout:
         self._decoding: Generator[Group, None, None] | None = None
         self._awake = self._cancelled = False
         self._thread: futures.Future[None] | None = None
+        self._check_interrupt = session.check_interrupt
         self._held: list[Callable[[], None]] | None = None
         """Hooks to call in `wait`, while the rollout runs beside the update."""
         self._drafts, self._verifying = DraftAudit(), 0.0
@@ -151,7 +152,7 @@ class Rollout:
 
     def run_beside(self) -> None:
         """Run in a thread of its own until `wait`; hooks are called there."""
-        self._held = []
+        self._held, self._check_interrupt = [], self._check_cancelled
         threads = futures.ThreadPoolExecutor(1, "rollout")
         self._thread = threads.submit(self.run)
         threads.shutdown(wait=False)
@@ -210,9 +211,8 @@ class Rollout:
         try:
             self._begin()
             yield from self._react([])  # what came finished may already be enough
-            check = session.check_interrupt if self._held is None else self._check_interrupt
             while (live or (turns and turns.pending)) and not rule.done(state):
-                check()
+                self._check_interrupt()
                 events = worker.step() if live else []
                 state.final = len(state.decoded)  # later groups are appended
                 finished = self._take(events)
@@ -257,11 +257,9 @@ class Rollout:
             self._awake = False
             self.session.engine.sleep()
 
-    def _check_interrupt(self) -> None:
-        """Raise if the run is to stop; in a thread of its own only `cancel` stops a rollout."""
-        if self._held is None:
-            self.session.check_interrupt()
-        elif self._cancelled:
+    def _check_cancelled(self) -> None:
+        """Raise if the rollout is to stop: in a thread of its own only `cancel` stops it."""
+        if self._cancelled:
             raise futures.CancelledError
 
     def _call(self, hook: Callable[[Any], None], of: Any) -> None:

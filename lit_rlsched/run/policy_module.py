@@ -65,6 +65,9 @@ for _expected in (
     warnings.filterwarnings("ignore", _expected)
 
 
+LOSS_SETTINGS = tuple(signature(check_loss_settings).parameters)
+
+
 class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArguments):
     """Trains a causal language model on scored completions; base of `GRPOModule` and `RLOOModule`.
 
@@ -248,8 +251,8 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     @property
     def _loss_settings(self) -> dict[str, Any]:
         """The hyperparameters that `policy_loss` takes."""
-        names = signature(check_loss_settings).parameters
-        return {n: self.hparams[n] if n != "beta" or self.kl_in_loss else 0.0 for n in names}
+        settings = {name: self.hparams[name] for name in LOSS_SETTINGS}
+        return settings if self.kl_in_loss else {**settings, "beta": 0.0}
 
     # The methods of `training.learner.Learner`, which documents them.
 
