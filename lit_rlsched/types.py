@@ -142,12 +142,12 @@ class Draft:
     logprobs: Sequence[float]
     """Log-prob of each token under the policy that drew it."""
     segments: Sequence[tuple[int, int]]
-    """`(policy version, number of tokens)` in order."""
+    """`(author, number of tokens)` in order, as those of a completion."""
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of the policies that drew it, in order."""
-        return tuple(version for version, _ in self.segments)
+        return tuple(dict.fromkeys(v for v, _ in self.segments if v != ENVIRONMENT))
 
 
 def no_ids() -> "array[int]":

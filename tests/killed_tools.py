@@ -13,19 +13,28 @@ from resumable_run import Rows, run
 from worlds import CHATS, notes
 
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, RNGState, SortedBatching
-from lit_rlsched.engines import TransformersEngine
+from lit_rlsched.callbacks import AsyncRollout, MicroGroupSampling, RNGState, SortedBatching
+from lit_rlsched.engines import ProcessEngine, TransformersEngine
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.run.saving.checkpoints import AtomicCheckpointIO
+from lit_rlsched.training.weight_sync import WeightSync
 
 PLACES = {
-    "turn": (Turns, "ended"),  # a turn has ended, nothing is called yet
-    "call": (EnvironmentScheduler, "call"),  # a tool runs
-    "reply": (Turns, "_replied"),  # it has answered, and the reply is not appended yet
-    "reward": (EnvironmentScheduler, "reward"),  # the environment is asked for its reward
-    "score": (Scorer, "submit"),  # other functions score the completion
+    "weights": (WeightSync, "__call__", 3),  # the engine is about to get new weights
+    "turn": (Turns, "ended", 36),  # a turn has ended, nothing is called yet
+    "call": (EnvironmentScheduler, "call", 12),  # a tool runs
+    "reply": (Turns, "_replied", 12),  # it has answered, and the reply is not appended yet
+    "reward": (EnvironmentScheduler, "reward", 20),  # the environment is asked for its reward
+    "score": (Scorer, "submit", 20),  # other functions score the completion
+}
+"""Each with how often it comes about before the second rollout of a process has ended."""
+HOW = {
+    "plain": lambda: ([], {}),
+    "partial": lambda: ([SortedBatching(mode="partial", pool_rounds=2)], {}),
+    # a round is drawn in a thread, and replies have their step
+    "beside": lambda: ([AsyncRollout()], {"tool_steps": 4, "max_sessions": 9}),
 }
 
 
@@ -34,7 +43,7 @@ def die_at(place):
     name, _, number = place.partition(" ")
     if name not in PLACES:
         return
-    owner, method = PLACES[name]
+    owner, method, _ = PLACES[name]
     original, seen = getattr(owner, method), []
 
     def counted(self, *args, **kwargs):
@@ -48,14 +57,15 @@ def die_at(place):
     setattr(owner, method, counted)
 
 
-def main(folder, model, tokenizer, partial, place):
+def main(folder, model, tokenizer, how, place):
     die_at(place)
+    schedule, settings = HOW[how]()
     folder = Path(folder)
     seed_everything(1)
     module = GRPOModule(model, learning_rate=1e-3)
     data = RolloutDataModule(
         CHATS,
-        engine=TransformersEngine(),
+        engine=ProcessEngine(TransformersEngine()),
         tokenizer=tokenizer,
         environment_factory=notes(lambda key, seed: 0.01),
         prompts_per_round=4,
@@ -63,12 +73,12 @@ def main(folder, model, tokenizer, partial, place):
         max_completion_length=96,
         micro_batch_tokens=512,
         seed=3,
+        **settings,
     )
-    schedule = [SortedBatching(mode="partial", pool_rounds=2)] if partial else []
     trainer = Trainer(
         accelerator="cpu",
         precision="64-true",
-        max_epochs=5,
+        max_epochs=9,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -95,8 +105,9 @@ def main(folder, model, tokenizer, partial, place):
     print("\n" + json.dumps(figures), flush=True)
 
 
-def runs(folder, model, tokenizer, partial, *places):
+def runs(folder, model, tokenizer, how, *places):
     """A run that nothing stops, and one that is killed at each place in its turn."""
     for name, place in [("whole", "never"), *(("killed", p) for p in (*places, "never"))]:
-        status = run(f"{folder}/{name}", model, tokenizer, partial, place, function=main)
+        status = run(f"{folder}/{name}", model, tokenizer, how, place, function=main)
         assert status == (0 if place == "never" else -signal.SIGKILL), f"{place}: {status}"
+        assert Path(folder, name, "last.ckpt").exists(), f"{place}: nothing to go on from"

@@ -7,6 +7,7 @@ import torch
 
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.training.logprobs import completion_logprobs
+from lit_rlsched.types import ENVIRONMENT
 
 
 class Rounds(RolloutCallback):
@@ -70,10 +71,11 @@ class Policies(Rounds):
         found = {
             v: completion_logprobs(self.policies[v], ids, *sizes, temperature=1.0)[0][0]
             for v, _ in spans
+            if v != ENVIRONMENT
         }
         versions = [version for version, tokens in spans for _ in range(tokens)]
         drawn = enumerate(zip(completion.logprobs, versions, strict=True))
-        return [abs(logp - float(found[version][i])) for i, (logp, version) in drawn]
+        return [abs(logp - float(found[v][i])) for i, (logp, v) in drawn if v != ENVIRONMENT]
 
 
 class At(RolloutCallback):

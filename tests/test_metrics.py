@@ -46,6 +46,7 @@ RARE = {
         (
             *("tools/call_frequency", "tools/failure_frequency", "tools/wait_ratio"),
             *("tools/trained_over_drawn_wait", "tools/unparsed_frequency", "tools/control_tokens"),
+            "tools/cache_hit_rate",
             *(f"dropped/environment_{why}" for why in ("raised", "timeout", "crashed")),
             *(f"dropped/environment_{why}" for why in ("out_of_memory", "observation", "reply")),
             "dropped/environment_diverged",

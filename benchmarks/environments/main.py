@@ -4,8 +4,10 @@
 
 The task is that of the tools tutorial, with calls that sleep: seconds from a log-normal
 distribution, the same in each row. 128 completions share 32 slots of vLLM; TRL decodes all of them
-at once. Held slots and lockstep are this package with one rule changed. With `--made-up` turns have
-lengths from a log-normal distribution (median 12 tokens), and a completion has up to 16.
+at once. Held slots and lockstep are this package with one rule changed. In the rows `own process`
+engine and trainer have a core each: `seconds` are those of a round and its update. With `--made-up`
+(not there) turns have lengths from a log-normal distribution (median 12 tokens), and a completion
+has up to 16.
 """
 
 import json
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = results.parse(parser, arguments)
     if options.made_up:
-        options.cases = [case for case in options.cases if case in ours.CASES]
+        options.cases = [case for case in options.cases if case in ours.ALONE]
     print(f"| calls, ms | | {' | '.join(FIGURES)} |\n{'|---' * (len(FIGURES) + 2)}|")
     for median in options.medians:
         for case in options.cases:

@@ -27,8 +27,8 @@ from benchmarks.ours import make_trainer
 from benchmarks.papers.child import Clock
 from examples.lookup.lookup import right
 from lit_rlsched import GRPOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling
-from lit_rlsched.engines import VLLMEngine
+from lit_rlsched.callbacks import AsyncRollout, MicroGroupSampling
+from lit_rlsched.engines import ProcessEngine, VLLMEngine
 from lit_rlsched.environments.chat import Call
 from lit_rlsched.environments.scheduler import Answer, EnvironmentScheduler
 from lit_rlsched.processes import keep_heap
@@ -37,8 +37,8 @@ from lit_rlsched.rollout.turns import Turns
 from lit_rlsched.training.round import Round
 from lit_rlsched.types import ENVIRONMENT, Event, Request, Sample
 
-ROUNDS = 4
-"""The first is not measured."""
+ROUNDS = 8
+"""The first two and the last are not measured: nothing is drawn beside the last update."""
 NAMES = (
     "rollout/decode_steps",
     "rollout/tokens",
@@ -159,11 +159,19 @@ def call_until_the_last_turn(engine: GivenTurns) -> None:
     Turns._calls = calls  # type: ignore[method-assign]
 
 
-CASES = {
+ALONE: dict[str, Any] = {
     "a slot is free while tools run": lambda: None,
     "a slot is held while tools run": hold_slots,
     "in lockstep, tools side by side": in_lockstep,
 }
+APART: dict[str, Any] = {
+    "own process": lambda: None,
+    "own process, in lockstep": in_lockstep,
+    "own process, AsyncRollout, one step off": lambda: AsyncRollout(1, PROMPTS, "wait"),
+    "own process, AsyncRollout": AsyncRollout,
+}
+"""The engine has a process and a core of its own."""
+CASES = ALONE | APART
 
 
 def run(case: str, median: float, made_up: bool = False) -> dict[str, Any]:
@@ -171,14 +179,14 @@ def run(case: str, median: float, made_up: bool = False) -> dict[str, Any]:
     keep_heap()
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
-    CASES[case]()
+    beside = [each] if (each := CASES[case]()) else []
     clock, engine = Measure(), GivenTurns() if made_up else VLLMEngine()
     if isinstance(engine, GivenTurns):
         call_until_the_last_turn(engine)
     data = RolloutDataModule(
         rows(ROUNDS),
         [right],
-        engine=engine,
+        engine=ProcessEngine(engine) if case in APART else engine,
         environment_factory=environment(median),
         prompts_per_round=PROMPTS,
         num_generations=GENERATIONS,
@@ -190,10 +198,10 @@ def run(case: str, median: float, made_up: bool = False) -> dict[str, Any]:
             Path(folder),
             max_epochs=ROUNDS,
             limit_val_batches=0,
-            callbacks=[MicroGroupSampling(slots=SLOTS), clock],
+            callbacks=[*beside, MicroGroupSampling(slots=SLOTS), clock],
         )
         trainer.fit(GRPOModule(MODEL, learning_rate=1e-6), datamodule=data)
-    measured = clock.rounds[1:]
+    measured = clock.rounds[2:-1]
     return {name: fmean(each[name] for each in measured) for name in measured[0]}
 
 

@@ -124,6 +124,9 @@ def few_rows() -> dict[str, Row]:
             ("RolloutWindow", four), "StreamedTraining"
         ),
         "AsyncRollout": callbacks("AsyncRollout"),
+        "AsyncRollout(4, wait)": callbacks(
+            ("AsyncRollout", {"prompts_in_flight": 4, "too_old": "wait"})
+        ),
     }
     return {f"few rows, {how}": Row(make, **shape) for how, make in made.items()}
 

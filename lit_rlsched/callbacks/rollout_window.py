@@ -83,7 +83,7 @@ class AsyncRollout(RolloutCallback):
     was begun is trained on. With `verify` the age is bounded and the overtaking is not, with `wait`
     both are. Runs repeat bit for bit.
 
-    See `docs/explanation/async_rollout.md`.
+    See `docs/explanation/asynchronous.md`.
 
     Args:
         max_staleness: Maximum age of a trained token in rounds (at the start of the update).
@@ -95,8 +95,8 @@ class AsyncRollout(RolloutCallback):
             keeps the prefix that the newest policy would have drawn, which costs a forward pass
             over them and a copy of the trainable weights, in CPU memory and in checkpoints, of each
             of up to `max_staleness + 1` versions that have tokens. With `wait` no prompt is
-            overtaken so often that it gets too old. By default `verify` where it is allowed: not
-            with tools or a strategy that shards the policy.
+            overtaken so often that it gets too old. By default `verify`, unless a strategy shards
+            the policy.
 
     Raises:
         UsageError: an argument is out of range, the engine is in the trainer's process or gives no
@@ -128,7 +128,7 @@ class AsyncRollout(RolloutCallback):
         size, steps = settings.prompts_per_round, settings.steps_per_epoch
         verifies = self.too_old == "verify"
         if self.too_old is None:
-            verifies = facts.sharded is None and settings.tools is None
+            verifies = facts.sharded is None
         fewer = prompts is None
         if prompts is None:
             prompts = (most + 1) * size if verifies else max(size, most * size - size // 2)

@@ -31,6 +31,7 @@ class Environment:
         seeded: Whether `reset` has an argument `seed`.
         has_state: Whether objects have `state_dict` and `load_state_dict`.
         takes_prompt: Whether `reset` has an argument `prompt`.
+        cacheable: Whether replies depend on the arguments of `reset` and on the calls alone.
     """
 
     name: str | None
@@ -40,6 +41,7 @@ class Environment:
     seeded: bool = False
     has_state: bool = False
     takes_prompt: bool = False
+    cacheable: bool = True
 
 
 def own_reward(kind: type) -> Reward:
@@ -103,6 +105,11 @@ class Environments:
         }
         self.has_objects = bool(self._kinds)
         """Whether each completion has an object, and not tools alone."""
+        self.cacheable_tools = {n for n, f in self.tools.items() if getattr(f, "cacheable", False)}
+        """Functions whose reply depends on the arguments of the call alone."""
+        caches = (made.cacheable for made in self.by_name.values() if made.factory is not None)
+        self.caches = bool(self.cacheable_tools) or any(caches)
+        """Whether replies are kept."""
 
     def _environment(
         self, name: str | None, factory: Any, schemas: tuple[dict[str, Any], ...]
@@ -140,7 +147,14 @@ class Environments:
         named = inspect.signature(members["reset"]).parameters
         own = tuple(_schema(members[m], f"`{kind.__name__}.{m}`") for m in methods)
         return Environment(
-            name, factory, schemas + own, tuple(methods), "seed" in named, keeps, "prompt" in named
+            name,
+            factory,
+            schemas + own,
+            tuple(methods),
+            "seed" in named,
+            keeps,
+            "prompt" in named,
+            bool(getattr(kind, "cacheable", False)),
         )
 
     @property

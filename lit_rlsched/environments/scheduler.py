@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -146,6 +146,8 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         self._suspects: set[Hashable] = set()
         """Keys of sessions that may have ended a worker."""
         self._numbers = count(1)
+        self.cache: Counter[str] = Counter()
+        """Calls that were looked for in a cache, and those that were found there."""
 
     @property
     def pending(self) -> int:
@@ -214,11 +216,11 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
 
     def close(self, key: Hashable) -> None:
         """End a session, whatever it waits for."""
+        self._suspects.discard(key)
         session = self._sessions.pop(key, None)
         if session is None:
             return
         self._came = [answer for answer in self._came if answer.key != key]
-        self._suspects.discard(key)
         if session.worker is not None and session.waits_for is not None:
             session.key = None  # it ends with its answer, or when its time is up
             return
@@ -323,16 +325,6 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             self._came.append(self._answer(session.key, what, None, failure))
             del self._sessions[session.key]
         return bool(to_blame)
-
-    def end_round(self) -> None:
-        """End all sessions; the workers stay."""
-        for pool in self._pools:
-            for session in pool.queue:
-                del self._sessions[session.key]
-            pool.queue.clear()
-        for key in [*self._sessions]:
-            self.close(key)
-        self._suspects.clear()
 
     def shut_down(self) -> None:
         """Kill the workers and forget all sessions."""

@@ -158,6 +158,21 @@ def put_off_old(
     return before
 
 
+_RESULTS = (
+    *("text", "scores", "extra", "logged", "dropped", "finish_reason"),
+    *("messages", "observation", "environment_state", "given", "waited"),
+)
+"""What follows from the tokens of a completion."""
+
+
+def give_back_results(old: Iterable[tuple[Completion, Completion]]) -> None:
+    """Give what `put_off_old` has taken back to completions that keep all their tokens."""
+    for completion, was in old:
+        if completion.token_ids == was.token_ids:
+            for name in _RESULTS:
+                setattr(completion, name, getattr(was, name))
+
+
 def split_round(state: RoundState, rule: RoundRule, stale: Sequence[Attempt]) -> RoundResult:
     """Split a finished round into trained and remaining groups, and reset discarded completions."""
     groups = state.planned
@@ -166,7 +181,7 @@ def split_round(state: RoundState, rule: RoundRule, stale: Sequence[Attempt]) ->
     trained, left = rule.split(groups, state)
     stopped = [c for g in trained for c in state.stopped.get(g.id, ())]
     unfinished = []
-    if rule.max_staleness == 0 and rule.verifies_from is None:
+    if not rule.keeps_unfinished:
         kept = {id(c) for c in (*stopped, *(c for g in trained for c in g.completions))}
         for key, (completion, drawn) in ran.items():
             if key not in kept:

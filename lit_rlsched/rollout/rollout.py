@@ -25,6 +25,7 @@ from lit_rlsched.rollout.requests import Requests
 from lit_rlsched.rollout.result import (
     DraftAudit,
     RoundResult,
+    give_back_results,
     put_off_old,
     restart_stale,
     split_round,
@@ -66,7 +67,7 @@ class Rollout:
         seed_domain: str = "",
         held_out: bool = False,
     ) -> None:
-        began = time.perf_counter()
+        self.began = time.perf_counter()
         self.session, self.version = session, version
         self.rule = rule or FullRound(len(groups))
         self.hooks = hooks or RoundHooks()
@@ -96,7 +97,7 @@ class Rollout:
         old = self._discard(groups)
         self.hooks.planned(self.state)
         self._verify(groups, old)
-        self._seconds = time.perf_counter() - began
+        self._seconds = time.perf_counter() - self.began
 
     @property
     def decodes(self) -> bool:
@@ -114,17 +115,14 @@ class Rollout:
     def _verify(
         self, groups: Sequence[Group], old: Sequence[tuple[Completion, Completion]]
     ) -> None:
-        """Verify drafts. A completion that keeps all its tokens keeps its scores, too."""
+        """Verify drafts. A completion that keeps all its tokens keeps what followed from them."""
         if not old:
             return
         began = time.perf_counter()
         with self.session.timeline.doing("verify", TRAINER):
             self._drafts += self.hooks.verify(groups, self.version)
         self._verifying += time.perf_counter() - began
-        for completion, was in old:
-            if was.scored and completion.token_ids == was.token_ids:
-                for name in ("text", "scores", "extra", "logged", "dropped"):
-                    setattr(completion, name, getattr(was, name))
+        give_back_results(old)
 
     # From the weights to the result.
 
@@ -207,7 +205,7 @@ class Rollout:
     def _decode(self) -> Generator[Group, None, None]:
         session, rule, state = self.session, self.rule, self.state
         worker, scorer, turns = session.worker, session.scorer, session.turns
-        live, start = self._requests.live, session.timeline.now()
+        live, start, ended = self._requests.live, session.timeline.now(), False
         try:
             self._begin()
             yield from self._react([])  # what came finished may already be enough
@@ -229,13 +227,14 @@ class Rollout:
             yield from self._replace()
             if rule.reorders:
                 self._tell(rule.split(state.planned, state)[0])
+            ended = True
         finally:
             try:
                 worker.abort()
                 scorer.cancel()
                 live.clear()
                 if turns is not None:
-                    turns.end_round()
+                    turns.end_round(keep=ended and rule.keeps_unfinished)
             finally:
                 self._ended(start)
         self._metrics = self._measure()
@@ -285,11 +284,11 @@ class Rollout:
     def _begin(self) -> None:
         """Submit what has to be decoded, and what is finished already to the scorer."""
         session, state, worker = self.session, self.state, self.session.worker
-        if session.turns is not None:
-            session.turns.begin_round()
         if self._lengths is not None:
             self._lengths.start_round()
         samples = self._unfinished([Sample(g, c) for g in state.planned for c in g.completions])
+        if session.turns is not None:
+            session.turns.begin_round(samples)
         due = sum(not self.state.waits(sample) for sample in samples)
         waits = worker.may_wait(due)
         self._requests.probe = session.probe_tokens if self._lengths is not None and waits else 0

@@ -1,9 +1,10 @@
 """Turns of completions that call tools: they leave their slot, and come back with a reply."""
 
+import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -53,10 +54,17 @@ class _Turn:
     """Decode step in which it goes on, and its place among all calls."""
     called: int | None = None
     """Decode step in which it has called its tools."""
+    kept: Sequence[int] | None = None
+    """Its tokens, while its round is over and the next one has not begun it."""
 
 
 class Turns:
-    """Opens the sessions of completions, calls their tools and appends the replies."""
+    """Opens the sessions of completions, calls their tools and appends the replies.
+
+    A completion that outlives its round keeps its session for the next one, with the call that is
+    running. All that is seen of it is as if the session had been opened again and its calls made
+    again, as after a resume.
+    """
 
     def __init__(
         self,
@@ -76,7 +84,9 @@ class Turns:
         self._timeout = timeout
         self._control_tokens = control_tokens
         self._turns: dict[str, _Turn] = {}
-        """Completions with a session, by id."""
+        """Completions with a session, by id; `max_sessions` at most."""
+        self._queue: dict[str, Sample] = {}
+        """Completions that wait for the session of another to end."""
         self.counts: Counter[str] = Counter()
         """Completions begun, turns, tools called, failed calls and control tokens of the round."""
         self._places = count()
@@ -90,14 +100,28 @@ class Turns:
     @property
     def pending(self) -> int:
         """Number of completions that wait for their environment."""
-        return sum(turn.state is not State.DECODES for turn in self._turns.values())
+        waiting = sum(turn.state is not State.DECODES for turn in self._turns.values())
+        return waiting + len(self._queue)
 
     @property
     def _now(self) -> int:
         return self._step + self._skipped
 
     def begin(self, sample: Sample) -> None:
-        """Open a session for a completion that is to begin, or to go on.
+        """Let a completion begin, or go on, once there is a session for it."""
+        turn, most = self._turns.get(sample.id), self.tools.max_sessions
+        if turn is not None and turn.kept is not None:
+            turn.sample, turn.kept = sample, None
+            if turn.state is State.DECODES:
+                turn.state, turn.becomes = State.ANSWERED, "decodes"
+            self._set_due(turn)
+        elif turn is None and len(self._turns) >= (most or math.inf):
+            self._queue[sample.id] = sample
+        else:
+            self._open(sample)
+
+    def _open(self, sample: Sample) -> None:
+        """Open a session for a completion.
 
         The tokens of one that goes on tell what its environment was called with: it is called again
         and must answer the same. If it does not, the completion begins anew. An environment that
@@ -136,13 +160,21 @@ class Turns:
     def _wait_for(self, turn: _Turn) -> None:
         """Note that a completion waits for an answer."""
         turn.state = State.WAITS
+        self._set_due(turn)
+
+    def _set_due(self, turn: _Turn) -> None:
         if self.tools.tool_steps is not None and turn.due is None:
             turn.due = self._now + self.tools.tool_steps, next(self._places)
 
-    def begin_round(self) -> None:
-        """Count anew."""
+    def begin_round(self, samples: Collection[Sample]) -> None:
+        """Count anew, and end the sessions of completions that do not go on as they were."""
         self.counts.clear()
+        self._scheduler.cache.clear()
         self._step = self._skipped = 0
+        tokens = {sample.id: sample.completion.token_ids for sample in samples}
+        for turn in [*self._turns.values()]:
+            if tokens.get(turn.sample.id) != turn.kept:
+                self._forget(turn)
         self._waited, self._noted = 0.0, time.perf_counter()
 
     def ended(self, sample: Sample, step: int | None = None) -> Next | None:
@@ -155,7 +187,7 @@ class Turns:
         turn = self._turns[sample.id]
         becomes: Next | None = "lost" if turn.lost else self._ask(turn)
         if becomes == "over":
-            del self._turns[sample.id]
+            self._forget(turn)
         return becomes
 
     def _ask(self, turn: _Turn) -> Next | None:
@@ -213,8 +245,8 @@ class Turns:
             warnings.warn(
                 "An environment was opened again and its calls were made again, and it has "
                 f"answered otherwise (`{sample.group.prompt.uid}`): its completion begins anew. "
-                "Completions that outlive a round or a worker need environments whose answers "
-                "depend on `reset`'s arguments and the calls alone.",
+                "Completions that outlive a round or a worker, and classes with `cacheable`, need "
+                "answers that depend on `reset`'s arguments and the calls alone.",
                 stacklevel=2,
             )
         return "diverged"
@@ -262,7 +294,7 @@ class Turns:
             if becomes == "over":
                 turn.sample.completion.finish_reason = turn.reason
             if becomes in ("over", "diverged"):
-                del self._turns[turn.sample.id]
+                self._forget(turn)
             turn.state, turn.becomes = State.DECODES, None
             yield turn.sample, becomes
 
@@ -386,17 +418,33 @@ class Turns:
         self._count_wait(turn)
         self._scheduler.close(turn.sample.id)
 
+    def _forget(self, turn: _Turn) -> None:
+        """End the session of a completion, and open one for the next that waits for its place."""
+        self._close(turn)
+        del self._turns[turn.sample.id]
+        if self._queue:
+            self._open(self._queue.pop(next(iter(self._queue))))
+
     def leave(self, sample: Sample) -> None:
         """Forget a completion and end its session."""
-        if turn := self._turns.pop(sample.id, None):
-            self._close(turn)
+        self._queue.pop(sample.id, None)
+        if turn := self._turns.get(sample.id):
+            self._forget(turn)
 
-    def end_round(self) -> None:
-        """End all sessions."""
-        for turn in self._turns.values():
+    def end_round(self, keep: bool = False) -> None:
+        """End all sessions, or keep those of completions that have tokens.
+
+        The others are opened anew in any case, so that a resumed run opens sessions in this order.
+        """
+        self._queue.clear()
+        for turn in [*self._turns.values()]:
+            called = turn.called
             self._count_wait(turn)
-        self._turns.clear()
-        self._scheduler.end_round()
+            if keep and (tokens := turn.sample.completion.token_ids):
+                turn.kept = tokens[:]
+                turn.called, turn.due = None if called is None else 0, None
+            else:
+                self._forget(turn)
 
     def note_free(self, slots: int) -> None:
         """Note that so many slots have been free since the last call."""
@@ -408,10 +456,12 @@ class Turns:
         """Return TRL's `tools/*` of the round, and waits."""
         calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
         unparsed = self.counts["unparsed"] / max(1, self.counts["turns"])
+        cache = self._scheduler.cache
         return {
             "tools/call_frequency": calls / max(1, begun),
             "tools/failure_frequency": failed / max(1, calls),
             "tools/unparsed_frequency": unparsed,
+            "tools/cache_hit_rate": cache["hits"] / max(1, cache["lookups"]),
             "tools/control_tokens": float(self.counts["control_tokens"]),
             "tools/wait_ratio": min(1.0, self._waited / slot_seconds) if slot_seconds else 0.0,
         }

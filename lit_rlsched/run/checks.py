@@ -46,12 +46,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Refuse arguments of `RolloutDataModule` that contradict each other."""
     if (limit := settings["reward_memory_limit"]) is not None:
         parse_bytes(limit, "reward_memory_limit")
-    tool_steps, most = settings["tool_steps"], settings["max_sessions"]
-    if tool_steps is not None and most is not None:
-        raise UsageError(
-            f"`{tool_steps=}` with `max_sessions={most}`: a completion that waits for another "
-            "one's session cannot go on in time. Leave one out."
-        )
     prompts, steps = settings["prompts_per_round"], settings["steps_per_round"]
     if prompts % steps:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]

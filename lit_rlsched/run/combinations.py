@@ -91,15 +91,6 @@ def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
 
 COMBINATIONS: Sequence[Combination] = [
-    Combination(
-        "Tools",
-        "{who}",
-        "not yet: a completion has no turns while it is verified. Use "
-        "`AsyncRollout(too_old='wait')`, or leave {who} out.",
-        lambda s, f: when(
-            f.settings.tools and s.rule.verifies_from is not None, who=_verifier(s, f)
-        ),
-    ),
     Combination("{one}", "{other}", ROUND_ENDS, _two_rules),
     Combination(
         "{rewards}",

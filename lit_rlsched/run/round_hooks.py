@@ -75,7 +75,7 @@ class TrainerHooks(RoundHooks):
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         run, policy = self._run, self._run.startup.policy
         assert run.session is not None
-        ends = run.session.spec.eos_token_ids
+        ends = None if run.session.turns else run.session.spec.eos_token_ids
         return run.drafts.verify(groups, policy, version, self.update, ends, run.pool.seed_domain)
 
     def completion_ended(self, completion: Completion) -> None:

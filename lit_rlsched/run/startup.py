@@ -20,6 +20,7 @@ from lit_rlsched.engines.process_engine import ProcessEngine
 from lit_rlsched.engines.spec import EngineSpec
 from lit_rlsched.environments.chat import ToolChat
 from lit_rlsched.environments.scheduler import EnvironmentScheduler
+from lit_rlsched.environments.tool_cache import CachingScheduler
 from lit_rlsched.ranks import Team
 from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.rollout.session import RolloutSession
@@ -252,7 +253,8 @@ class Startup:
         given = self._settings.tools
         if given is None:
             return None
-        scheduler = EnvironmentScheduler(
+        caches = given.environments.caches
+        scheduler = (CachingScheduler if caches else EnvironmentScheduler)(
             given.environments,
             self._settings.rewards if self._scored else None,
             workers=given.workers,

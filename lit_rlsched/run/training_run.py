@@ -282,11 +282,13 @@ class TrainingRun(RunPosition):
             return
         began = time.perf_counter()
         ahead.wait()
-        waited = time.perf_counter() - began
+        ended = time.perf_counter()
         self.next = ahead.result()
+        took = self.next.metrics["time/rollout"]
         self.next.metrics |= {
-            "async_rollout/rollout_seconds": self.next.metrics["time/rollout"],
-            "async_rollout/wait_seconds": waited,
+            "async_rollout/rollout_seconds": took,
+            "async_rollout/wait_seconds": ended - began,
+            "async_rollout/engine_wait_seconds": max(0.0, ended - ahead.began - took),
         }
 
     def wait_for_rollout(self) -> None:

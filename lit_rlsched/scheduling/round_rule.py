@@ -123,6 +123,11 @@ class RoundRule(ABC):
         """Whether a round may train on tokens of earlier policies."""
         return self.ends_early and self.max_staleness != 0
 
+    @property
+    def keeps_unfinished(self) -> bool:
+        """Whether unfinished completions keep their tokens for the next round."""
+        return self.max_staleness != 0 or self.verifies_from is not None
+
     @abstractmethod
     def fresh_prompts(self, pool: Sequence[Group]) -> int:
         """Number of prompts to draw from the data, given the groups in the pool."""

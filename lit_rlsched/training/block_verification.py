@@ -6,12 +6,13 @@ The method, its cost and its exactness are described in `docs/explanation/rollou
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from lit_rlsched.engines.sampling import inverse_cdf
-from lit_rlsched.types import Completion, Draft, Sample
+from lit_rlsched.types import ENVIRONMENT, Completion, Draft, Sample
 
 
 def prefix_weights(logp: Tensor, logq: Tensor) -> Tensor:
@@ -68,9 +69,9 @@ class Trial:
     next_noise: float
     """For the token drawn after the accepted prefix."""
     by: list[int] = field(init=False)
-    """Policy version that drew each token."""
+    """Author of each token: the policy version that drew it, or `ENVIRONMENT`."""
     logprobs: Tensor = field(init=False)
-    """Of its tokens under the verifying policy, `[C]`."""
+    """Of its tokens under the verifying policy, `[C]`; 0 of those of the environment."""
     log_weights: Tensor = field(init=False)
     """Of its prefixes, `[C + 1]`."""
     prefixes: list[int] = field(init=False)
@@ -101,17 +102,27 @@ class Trial:
         """Compute weights and candidates."""
         drawn = torch.tensor(self.draft.logprobs, dtype=torch.float64)
         self.log_weights = prefix_weights(self.logprobs, drawn)
-        self.prefixes = candidates(self.log_weights, self.noise)
+        prefixes = candidates(self.log_weights, self.noise)
+        # a reply follows from what is before it: no other token could
+        self.prefixes = [n for n in prefixes if self.by[n] != ENVIRONMENT]
 
     @property
     def is_accepted(self) -> bool:
         """Whether the whole draft is accepted."""
         return bool(self.noise[-1] < self.log_weights[-1].exp())
 
-    def become(self, completion: Completion, version: int, eos_token_ids: Sequence[int]) -> None:
-        """Make tokens of the draft a policy version's own; they may be a whole completion."""
+    def become(
+        self, completion: Completion, version: int, eos_token_ids: Sequence[int] | None
+    ) -> None:
+        """Make tokens of the draft a policy version's own; they may be a whole completion.
+
+        If it calls tools, and `eos_token_ids` are None, its turns tell whether it is.
+        """
         ids = completion.token_ids
-        completion.segments = [(version, len(ids))]
+        by = (each if each == ENVIRONMENT else version for each in self.by[: len(ids)])
+        completion.segments = [(author, len([*tokens])) for author, tokens in groupby(by)]
+        if eos_token_ids is None:
+            return
         if ids and ids[-1] in eos_token_ids:
             completion.finish_reason = "stop"
         elif len(ids) >= self.sample.group.sampling.max_completion_length:

@@ -26,7 +26,7 @@ from lit_rlsched.training.micro_batches import (
 )
 from lit_rlsched.training.policy import evaluating, num_embeddings
 from lit_rlsched.training.update import Update
-from lit_rlsched.types import Group, Sample, stable_hash
+from lit_rlsched.types import ENVIRONMENT, Group, Sample, stable_hash
 
 AT_A_TIME = 16
 """Candidates of a draft that are tried at a time, the longest first, until one is accepted."""
@@ -65,7 +65,7 @@ class Drafts:
         policy: nn.Module,
         version: int,
         update: Update,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int] | None,
         seed_domain: str = "",
     ) -> DraftAudit:
         """Turn the drafts of `groups` into exact draws of `policy`, as far as they are accepted.
@@ -74,7 +74,7 @@ class Drafts:
         token drawn after it. It is finished if these tokens end it. A draft without kept weights is
         discarded. `policy` has the weights of `version`; the noise depends on the run's seed,
         `seed_domain`, prompt, index and version alone. Drafts share a prompt as completions do in
-        the update.
+        the update. `eos_token_ids` are None if tools are called: then no token ends a completion.
         """
         row_cost, tokens = update.learner.row_cost(), update.settings.micro_batch_tokens
         drafts = self._trials(groups, version, update.settings.seed, seed_domain)
@@ -181,7 +181,8 @@ def _score(policy: nn.Module, batch: Sequence[Trial], rows: EncodedRows) -> dict
     logprobs = token_logprobs(policy, states, drawn, temperature=batch[0].temperature)
     sizes = [one.tokens for one in batch]
     for one, of_tokens in zip(batch, logprobs.double().cpu().split(sizes), strict=True):
-        one.logprobs = of_tokens
+        replies = torch.tensor(one.by) == ENVIRONMENT
+        one.logprobs = of_tokens.masked_fill(replies, 0.0)
     return dict(zip((one.sample.id for one in batch), states.split(sizes), strict=True))
 
 

@@ -68,6 +68,7 @@ def test_each_token_was_drawn_by_its_version_and_none_is_too_old(fit, tiny_model
     assert "async_rollout/wait_seconds" not in first
     for metrics in later:
         assert metrics["async_rollout/rollout_seconds"] > 0 <= metrics["async_rollout/wait_seconds"]
+        assert metrics["async_rollout/engine_wait_seconds"] >= 0
         assert STEPS <= metrics["staleness/mean"] <= most * STEPS
     verified = sum(m.get("drafts/tokens", 0) for m in seen.metrics)
     assert bool(verified) == (how.get("too_old") != "wait") and (most != 1 or verified)

@@ -120,7 +120,8 @@ def test_sessions_of_a_server_are_those_of_completions(url):
                 scheduler, [1], lambda key: scheduler.call(key, [("guess", {"n": 1})])
             ).values()
             assert wrong.result[0][2]
-            scheduler.end_round()
+            for key in keys:
+                scheduler.close(key)
     finally:
         scheduler.shut_down()
         rewards.close()

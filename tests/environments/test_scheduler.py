@@ -197,7 +197,8 @@ def test_workers_that_are_killed_again_and_again_leave_nothing(schedule):
                 else:
                     scheduler.call(answer.key, [("look", {"key": "x"})])
     assert kinds["lost"] and kinds["crashed"] and kinds["call"] > KILLS
-    scheduler.end_round()
+    for key in [*scheduler._sessions]:
+        scheduler.close(key)
     while scheduler.open_sessions or not all(worker.ready for worker in scheduler._workers):
         scheduler.serve(0.1)
     assert scheduler.pending == 0

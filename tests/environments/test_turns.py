@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning import Trainer
 from placements import on_ray
-from seen_rounds import Rounds, vector
+from seen_rounds import Policies, Rounds, vector
 from transformers import AutoTokenizer
 from worlds import CHATS as ROWS
 from worlds import Troubled, lengths, look, notes, one
@@ -139,17 +139,22 @@ DELAYS = {
             [],
             lambda: [MicroGroupSampling(slots=3, order="longest_first"), LengthPrediction()],
         ),
+        (
+            [AsyncRollout(1, 4, "wait")],
+            lambda: [AsyncRollout(1, 4, "wait"), MicroGroupSampling(slots=3)],
+        ),
     ],
-    ids=["slots", "selected", "longest first"],
+    ids=["slots", "selected", "longest first", "one step off"],
 )
 def test_how_long_tools_take_decides_nothing(run, plain, callbacks):
-    module, rounds = run(*plain, environment_factory=notes(), max_epochs=3)
+    engine = {"engine": ProcessEngine(TransformersEngine())}
+    module, rounds = run(*plain, environment_factory=notes(), max_epochs=3, **engine)
     first, trained = drawn(rounds), vector(module)
     assert any(c.scores[0] for c in rounds[0].completions)
     for delay in list(DELAYS.values())[1:]:
         made = notes(delay)
         module, rounds = run(
-            *callbacks(), environment_factory=made, environment_workers=2, max_epochs=3
+            *callbacks(), environment_factory=made, environment_workers=2, max_epochs=3, **engine
         )
         assert drawn(rounds) == first
         assert_same(vector(module), trained)
@@ -187,6 +192,25 @@ def test_trouble_costs_a_completion_and_the_run_goes_on(run, trouble):
         assert {*replies} == {"?"}
     if trouble == "long":
         assert replies == []  # it does not fit
+
+
+def test_a_tool_that_never_returns_has_one_time_out_over_rounds(run):
+    """It runs while the weights change, and costs its completion alone."""
+    rows = [{**row, "trouble": "hang" if i % 3 == 0 else None} for i, row in enumerate(ROWS)]
+    _, rounds = run(
+        AsyncRollout(),
+        MicroGroupSampling(slots=6),
+        rows=rows,
+        rewards=[one],
+        environment_factory=Troubled,
+        tool_timeout=1.0,
+        max_sessions=12,
+        max_epochs=6,
+        engine=ProcessEngine(TransformersEngine()),
+    )
+    assert [len(round.groups) for round in rounds] == [4] * 6
+    dropped = {c.dropped for round in rounds for c in round.completions}
+    assert dropped == {None, "environment_timeout"}
 
 
 def test_a_worker_that_ends_does_not_stop_rounds_whose_replies_have_their_step(run):
@@ -307,17 +331,11 @@ def test_settings_out_of_range_are_refused():
     for name in whole:
         with pytest.raises(UsageError, match=rf"\({name}=0\)`: must be a whole number, 1 or more"):
             RolloutDataModule(ROWS, len, tools=["worlds.look"], **{name: 0})
-    with pytest.raises(UsageError, match="`tool_steps=2` with `max_sessions=3`"):
-        RolloutDataModule(ROWS, len, tools=["worlds.look"], tool_steps=2, max_sessions=3)
     with pytest.raises(UsageError, match=r"\(tool_timeout=0\)`: use 0.01 to 1,000,000"):
         RolloutDataModule(ROWS, len, tools=["worlds.look"], tool_timeout=0)
 
 
-def test_what_does_not_work_with_tools_yet_is_refused(run):
-    for callback in (RolloutWindow(), AsyncRollout(too_old="verify")):
-        name = type(callback).__name__
-        with pytest.raises(UsageError, match=rf"Tools with `{name}`: not yet.*too_old='wait'"):
-            run(callback, tools=[look], rewards=[one], engine=ProcessEngine(TransformersEngine()))
+def test_what_does_not_work_with_tools_is_refused(run):
     rows = [{"prompt": "1+2="}] * 2
     with pytest.raises(UsageError, match="A prompt is a string, and tools are called in chats"):
         run(rows=rows, tools=[look], rewards=[one], prompts_per_round=1)
@@ -426,16 +444,39 @@ def turns_in(completion):
     ]
 
 
-@pytest.mark.mostly_slow("tools")
+@pytest.mark.mostly_slow("beside-tools")
 @pytest.mark.parametrize("given", ["tools", "environment"])
-def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(run, given):
-    """Its calls are made again, so that each reply has the number of calls before it."""
-    given = {"environment_factory": notes()} if given == "environment" else {"tools": [look]}
-    sorted_rounds = SortedBatching(mode="partial", pool_rounds=2)
-    _, rounds = run(
-        sorted_rounds, MicroGroupSampling(slots=5), max_epochs=8, rewards=[one], **given
+@pytest.mark.parametrize(
+    "rule",
+    [lambda: SortedBatching(mode="partial", pool_rounds=2), lambda: AsyncRollout(3, 10)],
+    ids=["partial", "beside"],
+)
+def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(
+    run, given, rule, tmp_path
+):
+    """Each reply has the number of calls before it, and no call is made twice."""
+    made = tmp_path / "calls"
+    made.touch()
+
+    def noting(key, seed):
+        with made.open("a") as file:
+            file.write("x")
+        return 0.0
+
+    given = {"environment_factory": notes(noting)} if given == "environment" else {"tools": [look]}
+    module, rounds = run(
+        rule(),
+        MicroGroupSampling(slots=5),
+        max_epochs=8,
+        rewards=[one],
+        engine=ProcessEngine(TransformersEngine()),
+        **given,
     )
     completions = [c for round in rounds for c in round.completions]
+    left = [c for group in module.trainer.datamodule.run.pool for c in group.completions]
+    replied = sum(m["role"] == "tool" for c in (*completions, *left) for m in c.messages)
+    too_long = sum("tool_calls" in c.messages[-1] for c in completions)
+    assert len(made.read_text()) <= replied + too_long + len(left)
     outlived = 0
     for c in completions:
         replies = [m["content"] for m in c.messages if m["role"] == "tool"]
@@ -448,6 +489,34 @@ def test_a_completion_that_outlives_its_round_finds_its_environment_as_it_was(ru
         outlived += len(replies) > 1 and len({a for a, _ in c.segments if a != ENVIRONMENT}) > 1
     assert outlived > 3
     assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
+
+
+@pytest.mark.mostly_slow("0")
+@pytest.mark.parametrize(
+    "window", [RolloutWindow(), RolloutWindow(10, overtake=1), AsyncRollout(1, 10)], ids=range(3)
+)
+def test_a_reply_is_a_part_of_a_draft(run, window):
+    """What verification keeps has the newest policy's log-probs, and its calls are made again."""
+    seen, beside = Policies(), isinstance(window, AsyncRollout)
+    engine = ProcessEngine(TransformersEngine())
+    slots = MicroGroupSampling(slots=12)
+    _, rounds = run(seen, window, slots, environment_factory=notes(), max_epochs=6, engine=engine)
+    kept = drafted = 0
+    for round in rounds:
+        assert len(round.groups) == 4
+        assert not any(name.startswith("dropped") for name in round.metrics)
+        for group, c in ((g, c) for g in round.groups for c in g.completions):
+            assert max(seen.gaps(group, c)) < 1e-9
+            ages = {round.version - a for a, _ in c.segments if a != ENVIRONMENT}
+            assert ages <= {0, int(beside)}
+            replies = [m["content"] for m in c.messages if m["role"] == "tool"]
+            numbers = [reply[: len(str(k))] for k, reply in enumerate(replies, 1)]
+            assert numbers == [str(k) for k in range(1, len(replies) + 1)]
+            if "tool_calls" not in c.messages[-1]:  # whose replies did not fit
+                assert c.scores == [len(replies) % 3]
+        kept += round.metrics.get("drafts/accepted_tokens", 0)
+        drafted += round.metrics.get("drafts/tokens", 0)
+    assert 0 < kept < drafted
 
 
 @pytest.mark.mostly_slow("64-2")
@@ -523,28 +592,27 @@ def test_a_completion_begins_anew_if_its_environment_answers_otherwise(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("how", killed_tools.HOW)
 def test_killed_at_any_point_of_a_turn_and_resumed_equals_never_stopped(
-    partial, exact_model, tools_tokenizer, tmp_path
+    how, exact_model, tools_tokenizer, tmp_path
 ):
-    places = [f"{name} 7" for name in killed_tools.PLACES]
     process = forked.run(
         killed_tools.runs,
         str(tmp_path),
         exact_model,
         tools_tokenizer,
-        partial,
-        *places,
+        how,
+        *(f"{name} {number}" for name, (*_, number) in killed_tools.PLACES.items()),
         timeout=600,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     whole, resumed = (json.loads(x) for x in process.stdout.splitlines() if x.startswith('{"compl'))
     assert whole["calls"] > 40
-    if partial:  # which completions are in time depends on how long tools take
+    if how == "partial":  # which completions are in time depends on how long tools take
         for of in (whole, resumed):  # prompts that are decoded in the same step are in one round
-            assert of["number"] >= 80 and of["number"] % 4 == 0
+            assert of["number"] >= 144 and of["number"] % 4 == 0
     else:
-        assert resumed == whole and whole["number"] == 80
+        assert resumed == whole and whole["number"] == 144
         assert_same(*(torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole")))
     workers = [p for p in psutil.process_iter(["cmdline"]) if "workers/sessions.py" in str(p.info)]
     assert [p for p in workers if p.ppid() == 1] == []
@@ -555,17 +623,23 @@ EARLY = {
     "partial": lambda: [SortedBatching(mode="partial", pool_rounds=2), MicroGroupSampling(slots=5)],
     "races": lambda: [TailBatching(1.5), MicroGroupSampling(slots=6)],
     "stopped": lambda: [DownSampling(keep=2, early_stop=True), MicroGroupSampling(slots=5)],
+    "beside": lambda: [AsyncRollout(), MicroGroupSampling(slots=5)],
 }
 
 
-@pytest.mark.mostly_slow("on policy")
+@pytest.mark.mostly_slow("beside")
 @pytest.mark.parametrize("early", EARLY.values(), ids=EARLY)
 def test_rounds_that_end_early_are_the_same_if_replies_come_after_so_many_steps(run, early):
     runs = []
     for delay in DELAYS.values():
         made, engine = notes(delay), ProcessEngine(TransformersEngine())
         _, rounds = run(
-            *early(), environment_factory=made, tool_steps=4, max_epochs=4, engine=engine
+            *early(),
+            environment_factory=made,
+            tool_steps=4,
+            max_sessions=9,
+            max_epochs=4,
+            engine=engine,
         )
         runs.append(drawn(rounds))
         steps = [round.metrics["rollout/decode_steps"] for round in rounds]
@@ -636,3 +710,46 @@ def test_rewards_of_environments_have_the_time_out_of_rewards(run, adaptive):
     logged = module.trainer.callback_metrics
     assert logged["rewards/Hanging/timeouts"] == len(late)
     assert not any(value for name, value in logged.items() if "dropped/environment" in name)
+
+
+@pytest.mark.mostly_slow("plain")
+@pytest.mark.parametrize(
+    "how",
+    [dict, lambda: {"callback": AsyncRollout(), "tool_steps": 4, "max_sessions": 9}],
+    ids=["plain", "beside"],
+)
+def test_a_cache_of_replies_changes_nothing_that_is_drawn(run, how):
+    class Cached(notes(DELAYS["by chance"])):
+        cacheable = True
+
+    runs = {}
+    for made in (notes(), Cached):
+        callback = how().pop("callback", DownSampling(keep=3))
+        settings = {"engine": ProcessEngine(TransformersEngine()), **how()}
+        settings.pop("callback", None)
+        rows = [{**row, "answer": ""} for row in ROWS[:4]] * 4  # each prompt comes again
+        _, rounds = run(callback, environment_factory=made, rows=rows, max_epochs=4, **settings)
+        runs[made] = drawn(rounds)
+        rates = [round.metrics["tools/cache_hit_rate"] for round in rounds]
+        assert (max(rates) > 0) == (made is Cached)
+    first, cached = runs.values()
+    assert cached == first
+
+
+def test_a_cacheable_class_with_a_state_of_chance_is_told_once(run):
+    class Moody(notes()):
+        cacheable = True
+
+        def look(self, key: str) -> str:
+            """Look something up.
+
+            Args:
+                key: What to look up.
+            """
+            super().look(key)
+            return str(time.monotonic_ns() % 1000)
+
+    with pytest.warns(UserWarning, match="classes with `cacheable`, need answers") as told:
+        _, rounds = run(environment_factory=Moody, max_epochs=4)
+    assert sum("answered otherwise" in str(warning.message) for warning in told) == 1
+    assert [len(round.completions) for round in rounds] == [16] * 4

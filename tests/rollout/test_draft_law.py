@@ -14,7 +14,16 @@ from enumerated import EOS, LIMIT, PROMPT, SEED, VOCAB, make_policy, moved, veri
 
 from lit_rlsched.training import block_verification, draft_verifier
 from lit_rlsched.training.draft_verifier import Drafts
-from lit_rlsched.types import Completion, Draft, Group, Prompt, Sampling, stable_hash
+from lit_rlsched.types import (
+    ENVIRONMENT,
+    Completion,
+    Draft,
+    Group,
+    Prompt,
+    Sample,
+    Sampling,
+    stable_hash,
+)
 
 TEMPERATURE, VERSION, SWITCH = 3.0, 4, 2
 
@@ -405,3 +414,48 @@ def test_another_law_if_drafts_decide_on_the_policy_that_verifies_them(laws):
     short = laws.Q * (LENGTH == 1)
     found = short @ laws.matrix(LIMIT) / short.sum()
     assert np.abs(found - laws.P).sum() / 2 > 0.01
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_draft_with_replies_is_kept_as_far_as_its_turns_without_them(seed):
+    """A reply is a part of the token before it, so the law is that of turns alone."""
+    random = np.random.default_rng(seed)
+    turns = int(random.integers(1, 7))
+    logp, logq, noise = np.log(random.uniform(0.05, 1, (3, turns)))
+    noise = np.exp(noise)
+    replies = random.integers(0, 3, turns + 1)
+    authors, whole, told = [ENVIRONMENT] * replies[0], [replies[0]], [0.5] * replies[0]
+    for i, reply in enumerate(replies[1:]):
+        authors += [1 + (i > 2)] + [ENVIRONMENT] * reply
+        told += [0.5] * reply + [noise[i]]  # of the prefix that ends with the reply
+        whole.append(len(authors))
+    drawn = [author != ENVIRONMENT for author in authors]
+
+    def trial(logp, logq, authors, noise):
+        spans = [(author, len([*of])) for author, of in itertools.groupby(authors)]
+        sampling = Sampling(len(authors) + 1, 1.0)
+        sample = Sample(Group("g", Prompt("p", "", PROMPT), sampling, []), Completion(0))
+        draft = Draft([*range(len(authors))], [*logq], spans)
+        one = block_verification.Trial(sample, draft, torch.tensor(noise), 0.5)
+        one.logprobs = torch.tensor(logp)
+        one.weigh()
+        return one
+
+    def spread(values):
+        spread = np.zeros(len(authors))
+        spread[drawn] = values
+        return spread
+
+    bare = trial(logp, logq, [1] * turns, noise)
+    full = trial(spread(logp), spread(logq), authors, told)
+    assert full.is_accepted == bare.is_accepted
+    assert torch.equal(full.log_weights[whole], bare.log_weights)
+    if not bare.is_accepted:
+        assert full.prefixes == [whole[n] for n in bare.prefixes]
+        keep, completion = full.prefixes[0], full.sample.completion
+        full.accept(keep)
+        completion.token_ids.append(0)
+        full.become(completion, VERSION, None)
+        expected = [VERSION if each else ENVIRONMENT for each in [*drawn[:keep], True]]
+        assert [a for a, n in completion.segments for _ in range(n)] == expected
+        assert completion.finish_reason is None
