@@ -11,32 +11,38 @@ from typing import Any, ClassVar, NoReturn
 
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import Tensor
 from transformers import trainer_pt_utils
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from lit_rlsched.callbacks import RNGState, RolloutLogger, RoundCheckpoint
+from lit_rlsched.callbacks import AsyncRollout, RNGState, RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.messages import NO_PROMPT
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule, PolicyModule, RLOOModule
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.run.saving.export import export
 from lit_rlsched.run.saving.given_model import model_folder, tokenizer_folder
 from lit_rlsched.run.saving.run_folder import newest_checkpoint
-from lit_rlsched.run.trl_config import GRPOConfig, RLOOConfig, by_our_names
+from lit_rlsched.run.trl_config import AsyncGRPOConfig, GRPOConfig, RLOOConfig, by_our_names
 from lit_rlsched.run.trl_state import History, accelerator_of, with_their_names
 from lit_rlsched.settings import UsageError, counterpart
+from lit_rlsched.training.advantages import group_relative
+from lit_rlsched.training.learner import RoundLogprobs
 from lit_rlsched.training.lora import settings_of
 from lit_rlsched.training.policy import load_tokenizer
+from lit_rlsched.training.schedule import RunFacts
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
+__all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer", "GRPOConfig", "GRPOTrainer"]
+__all__ += ["RLOOConfig", "RLOOTrainer"]
 
 _MORE = (
     *("micro_batch_tokens", "reward_timeout", "reward_workers", "reward_memory_limit"),
     *("reward_env_vars", "environment_workers", "tool_timeout", "max_sessions", "tool_steps"),
+    *("engine", "num_engines"),
 )
 """Arguments of `RolloutDataModule` that TRL has not."""
 
@@ -44,8 +50,10 @@ _MORE = (
 class _RolloutTrainer:
     """Makes a module, its data and a Lightning Trainer of what TRL's trainers are given."""
 
-    _config: ClassVar[type[GRPOConfig | RLOOConfig]]
+    _config: ClassVar[type[GRPOConfig | RLOOConfig | AsyncGRPOConfig]]
     _module: ClassVar[type[PolicyModule]]
+    _data: ClassVar[Mapping[str, Any]] = {}
+    _whole_rounds: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class _RolloutTrainer:
         self.hub_model_id = str(args.hub_model_id or self.folder.absolute().name)
         """Repository that `push_to_hub` uploads to."""
         self._world = args.world_size
-        prompts, steps = self._batches()
+        prompts, steps = args.sizes_of_round()
         if train_dataset is None:
             if args.max_steps <= 0 or environment_factory is None:
                 why = " Give prompts, or an `environment_factory` and `max_steps`."
@@ -88,8 +96,7 @@ class _RolloutTrainer:
         if not (processing_class is None or isinstance(processing_class, str | os.PathLike)):
             at = self.folder / "initial_tokenizer"
             processing_class = tokenizer_folder(processing_class, at, several=several)
-        rounds = {"prompts_per_round": prompts, "steps_per_round": steps}
-        off = {"min_p": args.min_p or 0.0, "val_num_generations": args.num_generations_eval or 0}
+        rounds = {"prompts_per_round": prompts, "steps_per_round": steps, **self._data}
         self.datamodule = RolloutDataModule(
             train_dataset,
             reward_funcs,
@@ -97,14 +104,13 @@ class _RolloutTrainer:
             tokenizer=processing_class and str(processing_class),
             tools=tools,
             environment_factory=environment_factory,
-            engine=self._engine(),
             seed=args.seed,
-            **{**by_our_names(args, "data"), **rounds, **off, **more},
+            **{"engine": self._engine(), **by_our_names(args, "data"), **rounds, **more},
         )
         run = self.datamodule.run
-        run.settings = replace(run.settings, whole_rounds=True)
+        run.settings = replace(run.settings, whole_rounds=self._whole_rounds)
         lora = settings_of(peft_config)
-        length = self._length(train_dataset, prompts, steps * args.num_iterations)
+        length = self._length(train_dataset, prompts, run.settings.steps_per_epoch)
         if not isinstance(model, str | os.PathLike):
             at = self.folder / "initial_model"
             model = model_folder(model, at, several=several, gets_adapter=bool(lora))
@@ -124,34 +130,8 @@ class _RolloutTrainer:
             why = f" `{type(wrong).__name__}` is not Lightning's: use one that is."
             self._refuse("callbacks", why)
 
-    def _batches(self) -> tuple[int, int]:
-        """Return prompts and optimizer steps of a round, by TRL's numbers of completions."""
-        args = self.args
-        at_once = args.per_device_train_batch_size * self._world
-        completions, steps = args.generation_batch_size, args.steps_per_generation
-        if None not in (completions, steps):
-            self._refuse("args", " Give `generation_batch_size` or `steps_per_generation`.")
-        if completions is None:
-            steps = args.gradient_accumulation_steps if steps is None else steps
-            completions = at_once * steps
-        else:
-            steps = completions / at_once
-        group = int(args.num_generations or 0)
-        updates, prompts = steps / args.gradient_accumulation_steps, completions // group
-        whole = updates == int(updates) and completions % group == 0
-        if not whole or prompts % updates or group < 2:
-            raise UsageError(
-                f"A rollout has {completions} completions, {group} for each prompt "
-                f"(`num_generations`), and {updates:g} optimizer steps with "
-                f"{at_once * args.gradient_accumulation_steps} completions each. Change "
-                "`per_device_train_batch_size`, `gradient_accumulation_steps`, "
-                "`generation_batch_size` or `steps_per_generation`, so that each step has whole "
-                "prompts of at least two completions."
-            )
-        return prompts, int(updates)
-
     def module_settings(self, steps: int) -> dict[str, Any]:
-        """Settings that both modules have, in a run of this number of optimizer steps."""
+        """Settings that all modules have, in a run of this number of optimizer steps."""
         args = self.args
         share = args.warmup_steps < 1
         warmup = math.ceil(args.warmup_steps * steps) if share else int(args.warmup_steps)
@@ -175,13 +155,13 @@ class _RolloutTrainer:
 
     def _length(self, rows: Any, prompts: int, steps: int) -> dict[str, Any]:
         """Return when the run ends, and when it validates; `steps` is those of a round."""
-        args, rounds = self.args, 1
-        if args.max_steps <= 0 or args.eval_strategy == "epoch":
-            made = self.datamodule.run.settings.has_objects
-            rounds = max(1, len(load_rows(rows, made)) // prompts)
-        most = args.max_steps
-        if most <= 0:
-            most = math.ceil(args.num_train_epochs * rounds * steps)
+        args, most, rounds = self.args, self.args.max_steps, 1
+        if most <= 0 or args.eval_strategy == "epoch":
+            count = len(load_rows(rows, self.datamodule.run.settings.has_objects))
+            rounds = max(1, count // prompts)
+            if most <= 0:
+                total, by = (rounds, 1) if self._whole_rounds else (count, prompts)
+                most = math.ceil(args.num_train_epochs * total * steps / by)
         each = _steps(args.eval_steps or args.logging_steps, most)
         waits = {"no": most, "epoch": rounds, "steps": max(1, int(each) // steps)}
         if args.eval_strategy not in waits:
@@ -194,13 +174,17 @@ class _RolloutTrainer:
             "log_every_n_steps": max(1, math.ceil(_steps(args.logging_steps, most))),
         }
 
+    def _schedule(self) -> list[Callback]:
+        """Return the callbacks that schedule the rollouts as TRL's trainer does."""
+        return []
+
     def _trainer_settings(self, callbacks: Sequence[Callback]) -> dict[str, Any]:
         """Return the settings of the Trainer that do not depend on the length of the run."""
         args, local = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if args.fp16 and args.bf16:
             self._refuse("args", " Give `fp16` or `bf16`.")
         half = "16-mixed" if args.fp16 else "bf16-mixed"
-        wanted: list[Callback] = [RNGState(), self._history]
+        wanted: list[Callback] = [RNGState(), self._history, *self._schedule()]
         if args.log_completions:
             wanted.append(RolloutLogger())
         if args.save_strategy not in ("no", "steps", "epoch"):
@@ -249,9 +233,7 @@ class _RolloutTrainer:
         if path is True and (path := newest_checkpoint(self.folder)) is None:
             raise UsageError(f"There is no checkpoint in `{self.folder}` to go on from.")
         self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=path)
-        args = self.args
-        at_once = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return self._history.output(at_once * self._world)
+        return self._history.output(self.args.completions_per_step)
 
     def evaluate(self) -> dict[str, float]:
         """Answer the prompts of `eval_dataset`.
@@ -375,7 +357,7 @@ class GRPOTrainer(_RolloutTrainer):
         tools: See `RolloutDataModule`.
         environment_factory: See `RolloutDataModule`.
         **others: Arguments of `RolloutDataModule` that TRL has not: `micro_batch_tokens`,
-            `reward_timeout`, `reward_env_vars`, `tool_timeout`, ...
+            `reward_timeout`, `reward_env_vars`, `tool_timeout`, `engine`, ...
 
     Attributes:
         args, state, model, accelerator, processing_class: As in TRL.
@@ -423,6 +405,62 @@ class RLOOTrainer(_RolloutTrainer):
 
     def module_settings(self, steps: int) -> dict[str, Any]:
         return {**super().module_settings(steps), **by_our_names(self.args, "RLOOModule")}
+
+
+class AsyncGRPOModule(GRPOModule):
+    """Divides advantages by the standard deviation without Bessel's correction, as TRL does."""
+
+    def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
+        deviations = group_relative(rewards, "none")
+        scored = rewards.isfinite().sum(dim=1, keepdim=True).clamp(min=1)
+        variance = deviations.square().sum(dim=1, keepdim=True) / scored
+        return deviations / (variance.sqrt() + 1e-8)
+
+
+class AsyncGRPOTrainer(_RolloutTrainer):
+    """TRL's `AsyncGRPOTrainer`: the engine draws in a process of its own during the updates.
+
+    The schedule is `AsyncRollout`, with rounds of `weight_sync_steps` optimizer steps. For the
+    arguments see `GRPOTrainer`. What is given to `vllm serve` in TRL is an `engine` here:
+    `engine=ProcessEngine(VLLMEngine(tensor_parallel_size=2))`.
+    """
+
+    _config = AsyncGRPOConfig
+    _module = AsyncGRPOModule
+    _data: ClassVar = {"shuffle": False}
+    _whole_rounds = False
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
+        others["processing_class"] = processing_class  # not the fifth argument in `GRPOTrainer`
+        super().__init__(model, reward_funcs, args, train_dataset, **others)
+
+    def _schedule(self) -> list[Callback]:
+        run, tasks = self.datamodule.run, self.args.max_inflight_tasks
+        prompts = None if tasks < 0 else tasks // run.settings.num_generations
+        try:
+            rollout = AsyncRollout(self.args.max_staleness, prompts)
+            rollout.apply(run.schedule, RunFacts(run.settings))
+        except UsageError as error:
+            if prompts is None:
+                raise
+            why = counterpart("max_inflight_tasks", lambda ours: f"`{ours}`")
+            self._refuse(f"max_inflight_tasks={tasks}", f"{why} {error}")
+        return [rollout]
+
+    def module_settings(self, steps: int) -> dict[str, Any]:
+        settings = super().module_settings(steps)
+        return {**settings, "loss_type": "bnpo", "old_logprobs": "engine"}
+
+    def _engine(self) -> RolloutEngine:
+        return ProcessEngine(VLLMEngine())
 
 
 def _steps(given: float, most: int) -> float:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from lightning import Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import RolloutLogger, RoundCheckpoint
+from lit_rlsched.callbacks import AsyncRollout, RolloutLogger, RoundCheckpoint
 from lit_rlsched.data.tasks import Countdown
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 from lit_rlsched.module import PolicyModule
@@ -22,13 +23,16 @@ TEXT = (ROOT / "docs/tutorials/from_trl.md").read_text()
 FILE = ROOT / "lit_rlsched/trl_names.csv"
 PAGE = re.sub(r"^```.*?^```", "", TEXT, flags=re.M | re.S)  # without its code
 DEFAULTS = {f.name: f.default for f in fields(GRPOConfig)}
-THEIRS = {f.name for config in (GRPOConfig, RLOOConfig) for f in fields(config)}
-THEIRS |= {n for cls in (GRPOTrainer, RLOOTrainer) for n in inspect.signature(cls).parameters}
+CONFIGS = (GRPOConfig, RLOOConfig, AsyncGRPOConfig)
+TRAINERS = (GRPOTrainer, RLOOTrainer, AsyncGRPOTrainer)
+CLASSES = (AsyncRollout, RLOOModule, RolloutLogger, RoundCheckpoint, VLLMEngine)
+THEIRS = {f.name for config in CONFIGS for f in fields(config)}
+THEIRS |= {name for cls in TRAINERS for name in inspect.signature(cls).parameters}
 OWNERS = {
     "model": (GRPOModule, PolicyModule),
     "data": (RolloutDataModule,),
     "trainer": (Trainer,),
-    **{cls.__name__: (cls,) for cls in (RLOOModule, RolloutLogger, RoundCheckpoint, VLLMEngine)},
+    **{cls.__name__: (cls,) for cls in CLASSES},
 }
 
 

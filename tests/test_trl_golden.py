@@ -1,8 +1,11 @@
 """Our advantages, losses, gradients and metrics against TRL's own methods on the same tensors."""
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +15,15 @@ from golden_trl import (
     NUM_GENERATIONS,
     REWARD_WEIGHTS,
     TRL,
+    Dataset,
     Sample,
     build_trainer,
     make_sample,
 )
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import async_grpo_trainer as async_trl
+from trl.experimental.async_grpo import async_rollout_worker as worker
 from trl.trainer.utils import split_tensor_dict
 
 from lit_rlsched import RolloutDataModule
@@ -34,6 +40,7 @@ from lit_rlsched.training.logprobs import completion_logprobs
 from lit_rlsched.training.losses import LossOutput, policy_loss
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.update import Update
+from lit_rlsched.trl import AsyncGRPOConfig, AsyncGRPOTrainer
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -347,6 +354,48 @@ def test_several_steps_of_a_round(make_trl: MakeTRL, loss_type: str) -> None:
         )
         assert_same(output, (loss.detach(), gradient))
     assert len(tokens) == 3
+
+
+def test_asynchronous_grpo(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advantages of TRL's worker, and loss of its trainer, which has the engine's log-probs."""
+    sample, clip = make_sample(seed=6), {"epsilon": 0.1, "epsilon_high": 0.28}
+    args = async_trl.AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **clip)
+    parts = {"rollout_worker": SimpleNamespace(rollout_buffer=None), "weight_transfer": object()}
+    prompts = Dataset.from_dict({"prompt": ["ab"] * 9})
+    monkeypatch.setattr(async_trl, "get_peak_flops_per_device", lambda *_: None)  # of a GPU
+    trainer = async_trl.AsyncGRPOTrainer(tiny_model, len, args, prompts, **parts)
+    trainer.current_gradient_accumulation_steps = 1
+    scores = [lambda prompts, k=k, **_: sample.rewards[prompts, k].tolist() for k in (0, 1)]
+    loop = SimpleNamespace(reward_funcs=scores, reward_func_names=["first", "second"])
+    loop._env_reward_types, loop._provides_rollout_reward = [], False
+    row, lengths, drawn = async_trl.TreeRow(), sample.lengths, sample.old_logp.tolist()
+    for at in range(0, len(lengths), NUM_GENERATIONS):
+        rows = [*range(at, at + NUM_GENERATIONS)]
+        given = {f.name: rows for f in fields(worker.RolloutGroup)} | {"group_id": at}
+        given["completions_sequences"] = [
+            [worker.TrainingSequence([i, *[1] * n], [0] + [1] * n, [0.0, *drawn[i][:n]], "")]
+            for i, n in enumerate(lengths[at : at + NUM_GENERATIONS], start=at)
+        ]
+        group = worker.RolloutGroup(**{**given, "reward_kwargs": {}})
+        for one in asyncio.run(worker._AsyncRolloutLoop._score_group(loop, group)):
+            row.add(asdict(one))
+    batch = async_trl.DataCollatorForRollout(pad_token_id=0)([[row]])
+    logp = sample.logp.clone().requires_grad_()
+    packed = torch.zeros(batch["input_ids"].numel(), dtype=logp.dtype)
+    packed = packed.index_put((batch["token_index"][0],), logp[sample.mask])
+    loss = trainer.compute_loss(
+        lambda **_: SimpleNamespace(log_probs=packed, entropy=packed), batch
+    )
+    config = AsyncGRPOConfig(str(tmp_path), use_cpu=True, num_generations=NUM_GENERATIONS, **clip)
+    module = AsyncGRPOTrainer(tiny_model, len, config, prompts).module
+    rewards = combine_rewards(sample.rewards, torch.ones(2)).view(-1, NUM_GENERATIONS)
+    advantages = module.compute_advantages(rewards, None).flatten()
+    assert advantages.tolist() == pytest.approx([one["advantage"] for one in row.samples])
+    assert module.needs_engine_logprobs(off_policy=False)
+    ours = our_loss(sample, advantages, **module._loss_settings)
+    assert_same(ours, (loss.detach(), torch.autograd.grad(loss, logp)[0]))
 
 
 def test_model_gradients(make_trl: MakeTRL, tiny_model: str) -> None:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from peft import LoraConfig
 from tool_families import small_model, tokenizer_of
 from transformers import AutoModelForCausalLM, HfArgumentParser, SchedulerType
 from transformers.trainer_callback import ProgressCallback, TrainerState
+from trl.experimental import async_grpo
 from trl.trainer.utils import RepeatSampler
 from trl_worlds import Words
 
 from lit_rlsched import trl as ours
-from lit_rlsched.callbacks import RoundCheckpoint
+from lit_rlsched.callbacks import AsyncRollout, RoundCheckpoint
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.saving import export
 from lit_rlsched.run.trl_config import by_our_names
@@ -30,6 +32,7 @@ PAGE = (ROOT / "docs/tutorials/from_trl.md").read_text()
 COUNTDOWN = str(ROOT / "examples/countdown/model")
 CONFIGS = (ours.GRPOConfig, ours.RLOOConfig)
 TRAINERS = (ours.GRPOTrainer, ours.RLOOTrainer)
+ASYNC = (ours.AsyncGRPOConfig, ours.AsyncGRPOTrainer)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +67,16 @@ def defaults(config):
     }
 
 
-@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
-def test_every_setting_of_trl_is_a_field_whose_default_changes_nothing(name, recwarn):
-    config, theirs = getattr(ours, name), defaults(getattr(trl, name))
+@pytest.mark.parametrize("config", [*CONFIGS, ASYNC[0]])
+def test_every_setting_of_trl_is_a_field_whose_default_changes_nothing(config, recwarn):
+    of_trl = getattr(trl, config.__name__, async_grpo.AsyncGRPOConfig)
+    theirs = defaults(of_trl)
     assert defaults(config) == theirs
     assert vars(config()) == vars(config(**theirs)) == {**theirs, "output_dir": "trainer_output"}
     assert not [one for one in recwarn if "without effect" in str(one.message)]
-    derived = vars(getattr(trl, name)(use_cpu=True, bf16=False))
+    derived = vars(of_trl(use_cpu=True, bf16=False))
+    if config is ASYNC[0]:
+        del theirs["accelerator_config"]  # TRL sets entries of its own
     for setting in theirs:
         setattr(config(), setting, derived[setting])
 
@@ -112,7 +118,7 @@ def test_the_parsers_of_scripts_know_the_settings(kind, config, tmp_path):
         kind((config,)).parse_args_into_dataclasses(["--adam_epsilon", "0.1"])
 
 
-@pytest.mark.parametrize(("config", "trainer"), [*zip(CONFIGS, TRAINERS, strict=True)])
+@pytest.mark.parametrize(("config", "trainer"), [*zip(CONFIGS, TRAINERS, strict=True), ASYNC])
 def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
     given = {
         "learning_rate": 0.5,
@@ -141,12 +147,17 @@ def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
     more = {"loss_type": "grpo", "delta": 1.5, "scale_rewards": "none"}
     if config is ours.RLOOConfig:
         more = {"normalize_advantages": True}
+    if config is ASYNC[0]:
+        given = {name: given[name] for name in defaults(config) if name in given}
+        more = {"token_budget": 4096, "weight_sync_steps": 2, "max_tool_calling_iterations": 3}
+        others = {"min_p": 0.1, "max_staleness": 5, "max_inflight_tasks": 19, **trainers}
     args = config(str(tmp_path), use_cpu=True, bf16=False, max_steps=6, adam_beta2=0.5)
     for name, value in {**given, **more, **others}.items():
         setattr(args, name, value)
     made = trainer(COUNTDOWN, lambda **_: [0.0], args, [{"prompt": "1"}] * 9, tool_timeout=3.0)
     found = {**made.datamodule.hparams, **made.module.hparams}
     renamed = {"max_grad_norm": "gradient_clip_val", "shuffle_dataset": "shuffle"}
+    renamed |= {"token_budget": "micro_batch_tokens", "weight_sync_steps": "steps_per_round"}
     for name, value in {**given, **more}.items():
         assert found[renamed.get(name, name)] == value, name
     passed_on = {name for owner in ("data", "model") for name in by_our_names(args, owner)}
@@ -154,12 +165,16 @@ def test_each_setting_reaches_what_it_is_for(config, trainer, tmp_path):
     elsewhere |= {"importance_sampling_clip_max", "max_tool_calling_iterations"}
     assert passed_on - elsewhere <= {renamed.get(name, name) for name in (*given, *more)}
     assert found["betas"] == (0.9, 0.5) and found["importance_sampling_mode"] is None
-    assert found["min_p"] == 0.1 and found["val_num_generations"] == 3
-    assert found["tool_timeout"] == 3.0
+    assert found["val_num_generations"] == others.get("num_generations_eval", 0)
+    assert found["min_p"] == 0.1 and found["tool_timeout"] == 3.0
     assert made.trainer.max_steps == 6 and made.trainer.precision == "32-true"
     assert made.trainer.log_every_n_steps == 3
     (saves,) = (c for c in made.trainer.callbacks if isinstance(c, RoundCheckpoint))
     assert saves.keep == 5
+    if config is ASYNC[0]:
+        (rollout,) = (c for c in made.trainer.callbacks if isinstance(c, AsyncRollout))
+        assert (rollout.max_staleness, rollout.prompts_in_flight) == (5, 4)
+        assert not found["shuffle"] and found["prompts_per_round"] == 4
 
 
 @pytest.mark.parametrize("warmup", [0, 0.1, 0.26, 0.999, 1, 1.0, 2.5, 3])
@@ -174,13 +189,15 @@ def test_a_warmup_is_as_in_transformers(kind, warmup, tmp_path):
 
 
 def test_every_setting_of_trl_is_used_or_answered():
-    for name in {f.name for f in fields(trl.GRPOConfig)}:
+    every = {name for config in (*CONFIGS, ASYNC[0]) for name in defaults(config)}
+    for config, name in product((*CONFIGS, ASYNC[0]), every):
         try:
-            ours.GRPOConfig(**{name: 1})
+            config(**{name: 1})
+            assert name in defaults(config)
         except UsageError as error:
             assert f"TRL's `{name}`" in str(error)
     known = {name for rows in trl_names().values() for row in rows for name in row[0].split(", ")}
-    assert {f.name for config in CONFIGS for f in fields(config)} <= known
+    assert every <= known
     with pytest.raises(UsageError, match="Did you mean `learning_rate`"):
         ours.GRPOConfig(learning_rat=1)
     args = ours.GRPOConfig(optim="adamw_torch", push_to_hub=False, model_init_kwargs=None)
@@ -248,14 +265,25 @@ def test_entries_of_a_setting_are_used_or_answered():
         ({"peft_config": LoraConfig(r=4)}, "peft's default of `target_modules` depends"),
         ({"peft_config": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "use_dora"),
         ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, "dropout"),
+        ({"of": ASYNC, "args": {"max_inflight_tasks": 7}}, r"tasks=7\).*Micro.*in_flight=0"),
+        (
+            {"of": ASYNC, "args": {"max_inflight_tasks": 40}, "environment_factory": Words},
+            "use 1 to 4, or a larger `max_staleness`",
+        ),
+        ({"of": ASYNC, "args": {"max_staleness": 0}}, "max_staleness=0"),
+        ({"of": ASYNC, "args": {"weight_sync_steps": 0}}, "Change .*`weight_sync_steps`"),
+        ({"of": ASYNC, "args": {"vllm_server_base_url": "http://a"}}, "in a process of its own"),
+        ({"of": ASYNC, "args": {"beta": 0.0}}, "TRL's `beta` is"),
+        ({"of": ASYNC, "rollout_worker": object()}, "no rollouts of your own"),
     ],
 )
 def test_what_cannot_be_carried_over_is_refused(given, match, tmp_path):
-    if isinstance(args := given.get("args"), dict):
-        given = {"args": ours.GRPOConfig(str(tmp_path), use_cpu=True, **args)}
     wanted = {"reward_funcs": len, "train_dataset": [{"prompt": "1"}] * 9, **given}
+    config, trainer = wanted.pop("of", (ours.GRPOConfig, ours.GRPOTrainer))
     with pytest.raises(UsageError, match=match):
-        ours.GRPOTrainer(**{"model": COUNTDOWN, **wanted})
+        if isinstance(args := given.get("args"), dict):
+            wanted["args"] = config(str(tmp_path), use_cpu=True, **args)
+        trainer(**{"model": COUNTDOWN, **wanted})
 
 
 def test_epochs_validations_and_adapters_are_those_of_the_script(tmp_path):
@@ -271,6 +299,8 @@ def test_epochs_validations_and_adapters_are_those_of_the_script(tmp_path):
     assert settings.importance_sampling_mode == "sequence_mask"
     assert made.trainer.max_steps == 5 and made.trainer.check_val_every_n_epoch == 9
     assert made.trainer.precision == "bf16-mixed" and made.trainer.limit_val_batches == 1.0
+    args = ASYNC[0](str(tmp_path), use_cpu=True, num_train_epochs=2, weight_sync_steps=4)
+    assert ASYNC[1](COUNTDOWN, len, args, rows).trainer.max_steps == 18, "passes go on in a round"
 
 
 def moved(script: str, package: str) -> str:
@@ -278,17 +308,24 @@ def moved(script: str, package: str) -> str:
     return script.replace("from trl import", f"from {package} import")
 
 
-def test_the_script_of_the_page_needs_other_imports_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("GRPO", "TransformersEngine"), ("AsyncGRPO", "VLLMEngine")]
+)
+def test_the_script_of_the_page_needs_other_imports_alone(kind, engine, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     (script,) = (block for block in blocks if "trainer.train()" in block)
     monkeypatch.syspath_prepend(ROOT)
     script = script.replace("runs/trl", str(tmp_path)).replace('"examples/', f'"{ROOT}/examples/')
     found: dict[str, object] = {}
-    exec(moved(script, "lit_rlsched.trl"), found)
+    exec(moved(script, "lit_rlsched.trl").replace("GRPO", kind), found)
     trainer = found["trainer"]
-    assert isinstance(trainer, ours.GRPOTrainer)
+    assert isinstance(trainer, getattr(ours, f"{kind}Trainer"))
     assert trainer.trainer.global_step == 2
-    assert trainer.datamodule.run.settings.prompts_per_round == 4
+    settings = trainer.datamodule.run.settings
+    assert settings.prompts_per_round == 4
+    assert type(getattr(settings.engine, "engine", settings.engine)).__name__ == engine
+    oldest = [e.get("staleness/max", 0) for e in trainer.state.log_history if "loss" in e]
+    assert oldest == [0, float(kind == "AsyncGRPO")]
     assert [*(tmp_path / "checkpoints").iterdir()]
     trainer.save_model()
     assert (tmp_path / "model.safetensors").is_file()

@@ -35,6 +35,8 @@ _WITHOUT_EFFECT = (
     *("logging_first_step", "average_tokens_across_devices", "skip_memory_metrics", "use_cache"),
     *("logging_nan_inf_filter", "log_on_each_node", "log_level_replica", "log_multimodal"),
     *("ds3_gather_for_generation", "eval_do_concat_batches", "include_num_input_tokens_seen"),
+    *("vllm_server_timeout", "request_timeout", "weight_sync_timeout", "queue_maxsize"),
+    "heartbeat_stale_after_s",
 )
 """Settings that do not change what is trained: a warning names them."""
 _OFF: tuple[Any, ...] = (None, False, 0.0, "", {}, [])
@@ -60,37 +62,26 @@ _OF_PROCESS = {
 """Properties of the process, and torchrun's variables with their defaults."""
 _IN_OTHER_FORMS = ("optim", "importance_sampling_level", "use_vllm", "vllm_mode")
 """Settings whose values are others here."""
+_ZERO = ("min_p", "num_generations_eval")
+"""Settings that TRL switches off by `None`."""
 
 
 @dataclass(init=False)
 class _Settings:
-    """Settings of TRL that are used here."""
+    """Settings of all of TRL's trainers that are used here."""
 
-    generation_batch_size: int | None = None
-    steps_per_generation: int | None = None
     learning_rate: float = 1e-6
     gradient_checkpointing: bool = True
     bf16: bool | None = None
-    beta: float = 0.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
     num_generations: int | None = 8
-    num_generations_eval: int | None = None
-    num_iterations: int = 1
     max_completion_length: int | None = 512
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
-    reward_weights: list[float] | None = None
-    mask_truncated_completions: bool = False
     chat_template_kwargs: dict[str, Any] | str | None = None
-    shuffle_dataset: bool | None = True
-    use_vllm: bool = False
-    vllm_mode: str = "colocate"
-    vllm_gpu_memory_utilization: float = 0.3
-    vllm_tensor_parallel_size: int = 1
-    vllm_enable_sleep_mode: bool = False
     logging_steps: float = 10
     log_completions: bool = False
 
@@ -118,7 +109,7 @@ class _Settings:
             except ValueError as error:
                 raise UsageError(f"`{type(self).__name__}({name}={value!r})`: {error}.") from error
         if not self._is_accepted(name, value):
-            if name not in _WITHOUT_EFFECT:
+            if name not in _WITHOUT_EFFECT or name not in _fields(type(self)):
                 said = f"{name}={value!r}"
                 if name in _ENTRIES:
                     entry, given = next(iter(_odd_entries(name, value).items()))
@@ -134,7 +125,8 @@ class _Settings:
     def _is_accepted(self, name: str, value: Any) -> bool:
         cls = type(self)
         if (field := _fields(cls).get(name)) is None:
-            return value in _OFF and bool(counterpart(name, str))  # a name of earlier versions
+            earlier = trl_names()["Names of earlier versions"]
+            return value in _OFF and any(name in row[0].split(", ") for row in earlier)
         bases = (base for base in cls.__mro__ if issubclass(base, _Unused))
         unused = (n for base in bases if not issubclass(base, _Settings) for n in _fields(base))
         if name in _FREE or name not in unused:
@@ -148,6 +140,27 @@ class _Settings:
         """Return all settings by their names."""
         return {name: getattr(self, name) for name in _fields(type(self))}
 
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of an optimizer step, on all processes."""
+        each = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return int(each * self.world_size)
+
+    def _whole_prompts(self, completions: int, others: str) -> tuple[int, int]:
+        """Return prompts and optimizer steps of a round, each of which has whole prompts."""
+        group = int(self.num_generations or 0)
+        updates, prompts = completions / max(1, self.completions_per_step), completions // group
+        whole = updates == int(updates) and completions % group == 0
+        if updates < 1 or not whole or prompts % updates or group < 2:
+            raise UsageError(
+                f"A rollout has {completions} completions, {group} for each prompt "
+                f"(`num_generations`), and {updates:g} optimizer steps with "
+                f"{self.completions_per_step} completions each. Change "
+                f"`per_device_train_batch_size`, `gradient_accumulation_steps`, {others}, so that "
+                "each step has whole prompts of at least two completions."
+            )
+        return prompts, int(updates)
+
 
 _OfTransformers: Any = make_dataclass(
     "_OfTransformers", [(one.name, one.type, one) for one in fields(TrainingArguments)], init=False
@@ -155,29 +168,64 @@ _OfTransformers: Any = make_dataclass(
 
 
 @dataclass(init=False)
+class _SettingsInTurn(_Settings):
+    """Those of the trainers that draw and train in turn."""
+
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    beta: float = 0.0
+    num_generations_eval: int | None = None
+    num_iterations: int = 1
+    reward_weights: list[float] | None = None
+    mask_truncated_completions: bool = False
+    shuffle_dataset: bool | None = True
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
+    vllm_enable_sleep_mode: bool = False
+
+    def sizes_of_round(self) -> tuple[int, int]:
+        """Return prompts and optimizer steps of a round, by TRL's numbers of completions."""
+        at_once = self.per_device_train_batch_size * self.world_size
+        completions, steps = self.generation_batch_size, self.steps_per_generation
+        others = "`generation_batch_size` or `steps_per_generation`"
+        if None not in (completions, steps):
+            raise UsageError(f"`{type(self).__name__}(...)`: give {others}.")
+        if completions is None:
+            steps = self.gradient_accumulation_steps if steps is None else steps
+            completions = at_once * steps
+        return self._whole_prompts(completions, others)
+
+
+@dataclass(init=False)
 class _Unused(_OfTransformers):  # type: ignore[misc]
     """Settings that must have TRL's default, or be off if that is off."""
 
-    remove_unused_columns: bool | None = False
-    log_unique_prompts: bool = False
-    pad_to_multiple_of: int | str | None = "auto"
     num_completions_to_print: int | None = None
-    vllm_max_model_length: int | None = None
-    log_multimodal: bool = True
-    ds3_gather_for_generation: bool = True
     model_init_kwargs: dict[str, Any] | str | None = None
     trust_remote_code: bool = False
     router_aux_loss_coef: float | None = None
+    repetition_penalty: float = 1.0
+    vllm_server_base_url: str | None = None
+    vllm_server_timeout: float = 240.0
+
+
+@dataclass(init=False)
+class _UnusedInTurn(_Unused):
+    remove_unused_columns: bool | None = False
+    log_unique_prompts: bool = False
+    pad_to_multiple_of: int | str | None = "auto"
+    vllm_max_model_length: int | None = None
+    log_multimodal: bool = True
+    ds3_gather_for_generation: bool = True
     disable_dropout: bool = False
     generation_kwargs: dict[str, Any] | str | None = None
-    repetition_penalty: float = 1.0
     cache_implementation: str | None = None
     vllm_model_impl: str = "vllm"
     vllm_structured_outputs_regex: str | None = None
-    vllm_server_base_url: str | None = None
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: int = 8000
-    vllm_server_timeout: float = 240.0
     vllm_group_port: int = 51216
     sync_ref_model: bool = False
     ref_model_mixup_alpha: float = 0.6
@@ -188,7 +236,7 @@ class _Unused(_OfTransformers):  # type: ignore[misc]
 
 
 @dataclass(init=False)
-class _UnusedByGRPO(_Unused):
+class _UnusedByGRPO(_UnusedInTurn):
     cast_lm_head_to_fp32: bool = False
     sapo_temperature_neg: float = 1.05
     sapo_temperature_pos: float = 1.0
@@ -212,12 +260,24 @@ class _UnusedByGRPO(_Unused):
 
 
 @dataclass(init=False)
-class _UnusedByRLOO(_Unused):
+class _UnusedByRLOO(_UnusedInTurn):
     reward_clip_range: tuple[float, float] | None = None
 
 
 @dataclass(init=False)
-class GRPOConfig(_Settings, _UnusedByGRPO):
+class _UnusedByAsyncGRPO(_Unused):
+    dtype: str = "float32"
+    ignore_data_skip: bool = True
+    fork_threshold_tokens: int = 1024
+    vllm_server_base_url: str = "http://localhost:8000"
+    request_timeout: int = 600
+    weight_sync_timeout: int = 1800
+    queue_maxsize: int = 1024
+    heartbeat_stale_after_s: float = 300.0
+
+
+@dataclass(init=False)
+class GRPOConfig(_SettingsInTurn, _UnusedByGRPO):
     """Settings of `GRPOTrainer` by TRL's names, with TRL's defaults.
 
     A setting that would change what is trained and has no counterpart is refused with the reason;
@@ -242,12 +302,31 @@ class GRPOConfig(_Settings, _UnusedByGRPO):
 
 
 @dataclass(init=False)
-class RLOOConfig(_Settings, _UnusedByRLOO):
+class RLOOConfig(_SettingsInTurn, _UnusedByRLOO):
     """Settings of `RLOOTrainer` by TRL's names, with TRL's defaults; see `GRPOConfig`."""
 
     num_generations: int | None = 2
     beta: float = 0.05
     normalize_advantages: bool = False
+
+
+@dataclass(init=False)
+class AsyncGRPOConfig(_Settings, _UnusedByAsyncGRPO):
+    """Settings of `AsyncGRPOTrainer` by TRL's names, with TRL's defaults; see `GRPOConfig`."""
+
+    max_completion_length: int | None = 2048
+    logging_steps: float = 1
+    lr_scheduler_type: str = "constant"
+    max_tool_calling_iterations: int | None = None
+    token_budget: int | None = None
+    max_inflight_tasks: int = -1
+    max_staleness: int = 4
+    weight_sync_steps: int = 1
+
+    def sizes_of_round(self) -> tuple[int, int]:
+        """Return prompts and optimizer steps of a round, after which the engine gets weights."""
+        completions = self.weight_sync_steps * self.completions_per_step
+        return self._whole_prompts(completions, "`num_generations` or `weight_sync_steps`")
 
 
 def _fields(cls: type) -> dict[str, Field[Any]]:
@@ -273,5 +352,7 @@ def by_our_names(args: Any, owner: str) -> dict[str, Any]:
         theirs, ours = (names.split(", ") for names in row[:2])
         for name, one in zip(theirs, ours, strict=True) if len(theirs) == len(ours) else ():
             if one.startswith(f"{owner}.") and name in vars(args) and name not in _IN_OTHER_FORMS:
-                found[one.removeprefix(f"{owner}.")] = getattr(args, name)
+                value = getattr(args, name)
+                if name != "token_budget" or (value or 0) > 0:  # else it is no limit
+                    found[one.removeprefix(f"{owner}.")] = value or 0 if name in _ZERO else value
     return found

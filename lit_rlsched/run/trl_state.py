@@ -68,7 +68,8 @@ class History(Callback, Logger):
         """Start the clock."""
         self._began = time.time(), self._steps
         run = trainer.datamodule.run  # type: ignore[attr-defined]
-        rounds = len(run.rows["train"]) // run.settings.prompts_per_round
+        rounds = len(run.rows["train"]) / run.settings.prompts_per_round
+        rounds = int(rounds) if run.settings.whole_rounds else rounds
         self.steps_per_pass = rounds * run.settings.steps_per_epoch
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
