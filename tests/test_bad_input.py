@@ -1,5 +1,6 @@
 """What a user gets wrong, and what they are told."""
 
+import os
 import time
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -7,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy
 from transformers import AutoTokenizer
 
 from lit_rlsched import GRPOModule, RolloutDataModule
@@ -66,12 +66,6 @@ def test_more_slots_than_vllm_has_room_for(fit):
         fit(callbacks=[MicroGroupSampling(slots=8)], engine=engine)
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_budget_that_vllms_own_block_breaks(fit):
-    with pytest.raises(UsageError, match="budget"):
-        fit(callbacks=[MicroGroupSampling(memory_budget=32 * 512)], engine=VLLMEngine())
-
-
 def test_a_callback_without_rollouts(tiny_policy):
     from lightning import LightningModule, Trainer
 
@@ -85,13 +79,6 @@ def test_a_callback_without_rollouts(tiny_policy):
     trainer = Trainer(logger=False, callbacks=[MicroGroupSampling(2)], accelerator="cpu")
     with pytest.raises(UsageError, match="Fit with `datamodule=RolloutDataModule"):
         trainer.fit(Plain(), train_dataloaders=[1, 2])
-
-
-def test_several_processes(sums, digits):
-    data = RolloutDataModule(sums, [digits], engine=TransformersEngine())
-    data.trainer = SimpleNamespace(world_size=2, strategy=FSDPStrategy())
-    with pytest.raises(UsageError, match=r"FSDPStrategy.*2 processes.*ddp"):
-        data.setup("fit")
 
 
 def test_a_checkpoint_of_another_run(fit, tmp_path, sums, tiny_model):
@@ -116,12 +103,10 @@ def spoiled(kind):
         if len(completion_ids[0]) % 2:
             if kind == "raises":
                 raise RuntimeError("broken")
+            if kind == "crashes":
+                os._exit(1)
             if kind == "hangs":
                 time.sleep(60)
-            if kind == "wrong number":
-                return [1.0, 2.0]
-            if kind == "not a number":
-                return ["good"]
         return [float(len(completion_ids[0]))]
 
     return spoiled
@@ -129,12 +114,7 @@ def spoiled(kind):
 
 @pytest.mark.parametrize(
     ("kind", "counter"),
-    [
-        ("raises", "raised"),
-        ("wrong number", "bad_returns"),
-        ("not a number", "bad_returns"),
-        ("hangs", "timeouts"),
-    ],
+    [("raises", "raised"), ("crashes", "crashes"), ("hangs", "timeouts")],
 )
 def test_a_reward_that_fails_costs_its_completion_and_not_the_run(fit, kind, counter):
     slow = {"reward_timeout": 0.3} if kind == "hangs" else {}
