@@ -1,6 +1,5 @@
 import csv
 import json
-import math
 import warnings
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import psutil
 import pytest
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from seen_rounds import At, Rounds, logged, vector
 
@@ -58,13 +57,6 @@ def test_slots_change_nothing_that_is_learned(fit, setting):
     assert max(recorder.rounds[0].trace.steps["running"]) == setting["slots"]
 
 
-def test_slots_from_a_memory_budget(fit):
-    recorder = Rounds()
-    # 2 layers, 1 head of 32, keys and values, fp32: 512 bytes a token; 4 + 24 tokens a completion
-    fit(callbacks=[recorder, MicroGroupSampling(memory_budget=3 * 512 * 28)])
-    assert recorder.rounds[0].metrics["rollout/peak_running"] == 3
-
-
 @pytest.mark.parametrize(
     ("precision", "completions"), [("32-true", 3), ("64-true", 1), ("bf16-mixed", 5)]
 )
@@ -90,41 +82,6 @@ def test_a_memory_budget_holds_for_the_cache_of_our_own_engine(fit, precision, c
     )
     assert recorder.rounds[0].metrics["rollout/peak_running"] == completions
     assert budget / 2 < engine.peak <= budget
-
-
-def test_a_data_module_of_a_trainer_that_went_further(fit, tiny_model):
-    recorder, again = Rounds(), Rounds()
-    _, _, datamodule = fit(callbacks=[recorder], trainer={"max_epochs": 3})
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[again],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(GRPOModule(tiny_model), datamodule=datamodule)
-    assert len(again.rounds) == 2
-
-
-def test_figures_of_a_round(fit):
-    recorder = Rounds()
-    fit(callbacks=[recorder, MicroGroupSampling(slots=4)], num_iterations=2)
-    round = recorder.rounds[0]
-    lengths = [len(c.token_ids) for c in round.completions]
-    rewards = torch.tensor([c.scores[0] for c in round.completions]).view(4, 4)
-    figures = round.metrics
-    assert figures["completions/mean_length"] == sum(lengths) / 16
-    assert figures["completions/max_length"] == max(lengths)
-    assert figures["reward"] == pytest.approx(rewards.mean().item())
-    assert figures["reward_std"] == pytest.approx(rewards.std().item())
-    assert figures["rewards/digits/mean"] == pytest.approx(rewards.mean().item())
-    assert figures["rollout/tokens"] == sum(lengths)
-    assert figures["rollout/slot_steps"] == 4 * figures["rollout/decode_steps"]
-    assert 0 < figures["rollout/bubble_ratio"] < 1
-    assert 0 <= figures["batch/pad_frac"] < 0.3
-    assert figures["rollout/trained_over_drawn_length"] == 1.0
-    assert figures["sync/max_logp_diff"] < 1e-4
 
 
 def test_log_probs_of_the_trainer_are_taken_before_the_first_step(fit, tiny_model, make_policy):
@@ -156,29 +113,6 @@ def test_leaving_zero_advantage_out_changes_no_gradient(fit, tiny_model, sums):
     trained = sum(len(rows) for rows in recorder.steps[0].micro_batches)
     assert trained < 32
     torch.testing.assert_close(vector(module), vector(reference), rtol=0, atol=1e-6)
-
-
-def test_a_round_without_any_signal_still_counts_its_steps(fit):
-    def same(prompts, completions, completion_ids, **kwargs):
-        return [1.0] * len(completions)
-
-    trainer, module, _ = fit(reward_funcs=[same], trainer={"max_epochs": 3})
-    assert trainer.global_step == 3
-    assert trainer.callback_metrics["frac_reward_zero_std"] == 1.0
-    assert torch.isfinite(vector(module)).all()
-
-
-def test_a_reward_of_none_leaves_the_baseline(fit):
-    def half(prompts, completions, completion_ids, **kwargs):
-        return [None if len(ids) % 2 else float(len(ids)) for ids in completion_ids]
-
-    recorder = Rounds()
-    trainer, _, _ = fit(callbacks=[recorder], reward_funcs=[half])
-    completions = recorder.rounds[0].completions
-    unscorable = [c for c in completions if c.scores == [None]]
-    assert unscorable and all(c.advantage == 0.0 for c in unscorable)
-    assert recorder.rounds[0].metrics["rewards/unscorable"] == len(unscorable)
-    assert math.isfinite(trainer.callback_metrics["reward"])
 
 
 def test_weights_of_several_rewards(fit, digits):
@@ -262,8 +196,8 @@ def test_a_limit_on_validation_takes_the_first_prompts(fit, sums):
 
 def test_rloo_with_the_kl_in_the_reward(fit, tiny_model):
     recorder = Rounds()
-    module = RLOOModule(tiny_model, learning_rate=1e-3, beta=0.5)
-    fit(module, [recorder], trainer={"max_epochs": 2})
+    module = RLOOModule(tiny_model, learning_rate=1e-2, beta=0.5)
+    trainer, *_ = fit(module, [recorder], trainer={"max_epochs": 2})
     first, second = recorder.rounds
     for completion in first.completions:  # nothing trained yet: policy and reference are one
         torch.testing.assert_close(completion.old_logprobs, completion.ref_logprobs)
@@ -274,21 +208,12 @@ def test_rloo_with_the_kl_in_the_reward(fit, tiny_model):
     expected = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()
     got = torch.tensor([c.advantage for c in second.completions])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_grpo_with_a_reference_logs_the_kl(fit, tiny_model):
-    trainer, module, _ = fit(GRPOModule(tiny_model, learning_rate=1e-3, beta=0.1))
-    assert trainer.callback_metrics["kl"] > 0
-    assert not any("reference" in name for name in module.state_dict())
-
-
-def test_chat_prompts(fit, digits):
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(8)
-    ]
-    recorder = Rounds()
-    fit(callbacks=[recorder], train_data=rows, max_completion_length=8, trainer={"max_epochs": 1})
-    assert recorder.rounds[0].groups[0].prompt.text[0]["role"] == "user"
+    trained = got != 0
+    tokens = torch.tensor([len(c.token_ids) for c in second.completions])
+    mean = float(kl[trained].sum() / tokens[trained].sum())
+    assert float(trainer.callback_metrics["kl"]) == pytest.approx(mean, rel=1e-3)
+    trainer, *_ = fit(RLOOModule(tiny_model, beta=0.0), trainer={"max_epochs": 1})
+    assert "kl" not in trainer.callback_metrics
 
 
 def test_log_probs_of_the_engine_and_of_the_update_agree_on_vllm(fit):
@@ -361,31 +286,6 @@ def test_every_validation_draws_with_the_same_noise(fit, sums):
     fresh = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     (again,) = fresh.validate(module, datamodule=data, verbose=False)
     assert fresh.global_step == 0 and again == alone
-
-
-def test_an_interrupted_rollout_is_drawn_again_exactly(fit, tmp_path):
-    class Interrupt(Rounds):
-        def on_completion_end(self, trainer, pl_module, completion):
-            super().on_completion_end(trainer, pl_module, completion)
-            if len(self.completions) == 24:  # in the middle of the second round
-                raise OSError("power cut")
-
-    saved = tmp_path / "saved"
-    with pytest.raises(OSError, match="power cut"):
-        fit(
-            callbacks=[RNGState(), Interrupt(), OnExceptionCheckpoint(saved)],
-            trainer={"max_epochs": 3, "enable_checkpointing": True},
-        )
-    resumed, whole = Rounds(), Rounds()
-    _, module, data = fit(
-        callbacks=[RNGState(), resumed],
-        trainer={"max_epochs": 3},
-        ckpt_path=saved / "on_exception.ckpt",
-    )
-    _, reference, _ = fit(callbacks=[RNGState(), whole], trainer={"max_epochs": 3})
-    assert [r.number for r in resumed.rounds] == [1, 2]
-    assert torch.equal(vector(module), vector(reference))
-    assert data.run.counters["num_completions"] == 48
 
 
 def test_fitting_on_goes_on_where_it_was(fit, tiny_model, sums, digits, tmp_path):

@@ -99,24 +99,22 @@ class Stream(RolloutCallback):
 NOT_FINITE = r"gradient of optimizer step 1 is not finite \(norm nan, loss nan; round 2: rewards 0"
 
 
-@pytest.mark.parametrize(("clip", "streamed"), [(1.0, False), (None, False), (1.0, True)])
+@pytest.mark.parametrize(
+    ("make", "callbacks", "settings"),
+    [
+        (partial(Spoiled, gradient_clip_val=1.0), list, {}),
+        (partial(Spoiled, gradient_clip_val=None), list, {}),
+        (Spoiled, lambda: [Stream()], {"micro_batch_tokens": 64}),
+        (SpoiledPlain, lambda: [MicroBatchAccumulation()], {}),
+    ],
+    ids=["clipped", "not clipped", "streamed", "automatic optimization"],
+)
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(
-    fit, tiny_model, clip, streamed
+    fit, tiny_model, make, callbacks, settings
 ):
-    after, callbacks, settings = At(step_and_weights, "on_train_batch_end"), [], {}
-    if streamed:
-        callbacks, settings = [Stream()], {"micro_batch_tokens": 64}
-    module = Spoiled(tiny_model, learning_rate=1e-3, gradient_clip_val=clip)
+    module, after = make(tiny_model), At(step_and_weights, "on_train_batch_end")
     with pytest.raises(FloatingPointError, match=NOT_FINITE):
-        fit(module, [*callbacks, after], **settings)
-    first = dict(after.seen)[1]
-    assert torch.equal(vector(module), first) and first.isfinite().all()
-
-
-def test_so_does_one_of_a_module_with_automatic_optimization(fit, tiny_model):
-    module, after = SpoiledPlain(tiny_model), At(step_and_weights, "on_train_batch_end")
-    with pytest.raises(FloatingPointError, match=NOT_FINITE):
-        fit(module, [MicroBatchAccumulation(), after])
+        fit(module, [*callbacks(), after], **settings)
     first = dict(after.seen)[1]
     assert torch.equal(vector(module), first) and first.isfinite().all()
 

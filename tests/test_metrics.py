@@ -236,10 +236,14 @@ class Recompute(RolloutCallback):
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             "frac_reward_zero_std": float((rewards.view(4, 4).std(1) == 0).double().mean()),
+            "rewards/digits/mean": float(rewards.mean()),
             "completions/mean_length": sum(lengths) / 16,
+            "completions/max_length": max(lengths),
             "completions/mean_terminated_length": sum(ended) / max(1, len(ended)),
             "completions/clipped_ratio": 1 - len(ended) / 16,
             "rollout/tokens": sum(lengths),
+            "rollout/slot_steps": slots * round.trace.decode_steps,
+            "rollout/trained_over_drawn_length": 1.0,
             "rollout/idle_slot_steps": sum(free),
             "rollout/bubble_ratio": idle / slots / steps["end"][-1],
             "rollout/tokens_per_second": sum(lengths) / steps["end"][-1],
@@ -253,6 +257,7 @@ def test_formulas(fit, tiny_model):
     trainer, _, _ = fit(module, [recompute])
     found = {name: float(trainer.callback_metrics[name]) for name in recompute.expected}
     assert found["kl"] > 1e-3 and found["completions/mean_terminated_length"] > 0
+    assert not any("reference" in name for name in module.state_dict())
     loose = {"sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"}
     for name, value in recompute.expected.items():
         allowed = 1e-6 if name in loose else 1e-6 + 1e-4 * abs(value)

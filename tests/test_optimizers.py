@@ -104,16 +104,11 @@ def test_a_plateau_works_with_automatic_optimization(fit, tiny_model):
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25e-6
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_fused_optimizer_of_ones_own_is_clipped(fit, tiny_model, precision):
-    class Fused(GRPOModule):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+class Fused(GRPOModule):
+    """With a fused optimizer of its own."""
 
-    norms = At(gradient_norm, "on_train_batch_end")
-    module = Fused(tiny_model, gradient_clip_val=0.01)
-    fit(module, [norms], trainer={"precision": precision})
-    assert 0 < max(norms.seen) <= 0.01 * 1.001
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
 
 
 def scaled() -> dict[str, Any]:
@@ -121,16 +116,21 @@ def scaled() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_fused_step_is_clipped(fit, tiny_model, precision):
+@pytest.mark.parametrize(
+    ("make", "optim", "precision"),
+    [
+        (GRPOModule, "adamw_torch", "32-true"),
+        *((GRPOModule, "adamw_torch_fused", p) for p in ("32-true", "bf16-mixed", "16-mixed")),
+        *((Fused, None, p) for p in ("32-true", "bf16-mixed")),
+    ],
+)
+def test_the_gradient_is_clipped(fit, tiny_model, make, optim, precision):
     norms = At(gradient_norm, "on_train_batch_end")
-    module = GRPOModule(
-        tiny_model, optim="adamw_torch_fused", learning_rate=1e-3, gradient_clip_val=0.01
-    )
+    module = make(tiny_model, optim=optim, learning_rate=1e-3, gradient_clip_val=0.01)
     trainer, _, _ = fit(
         module, [norms], trainer=scaled() if precision == "16-mixed" else {"precision": precision}
     )
-    assert trainer.optimizers[0].defaults["fused"]
+    assert bool(trainer.optimizers[0].defaults["fused"]) == (optim != "adamw_torch")
     # unscaled too: its factor is 65,536
     assert 0.01 < trainer.callback_metrics["grad_norm"] < 100
     assert 0 < max(norms.seen) <= 0.01 * 1.001
