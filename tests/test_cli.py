@@ -41,6 +41,7 @@ def refused(capsys, *args):
 @pytest.fixture(autouse=True)
 def in_the_project(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -58,7 +59,6 @@ def test_the_config_for_gsm8k_trains_on_its_rows(tmp_path, monkeypatch, capsys):
     """With a small model in place of Qwen3 and two rows in place of the hub's, on a CPU."""
     import datasets
 
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
     solution = "She sold 48/2 = <<48/2=24>>24 for $2.\n#### 24"
     asked = []
 
@@ -88,9 +88,8 @@ def test_what_is_printed_parses_again(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path, monkeypatch):
+def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path):
     """Also one of another command, and one with a setting of `fit` alone."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1="}) + "\n")
     more = f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.predict_data={rows}"
@@ -115,9 +114,8 @@ def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path
     assert "There is no option `--ckpt_path`." in said
 
 
-def test_a_module_of_ones_own_starts_from_the_command_line(capsys, tmp_path, monkeypatch):
+def test_a_module_of_ones_own_starts_from_the_command_line(capsys, tmp_path):
     """`examples/drop_in.py`, by an option and by a class path in a file."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
     model = {"class_path": "examples.drop_in.Policy"}
     overlay = tmp_path / "own.yaml"
     overlay.write_text(
@@ -188,9 +186,7 @@ def test_short_names_and_flags(capsys):
 
 
 @pytest.fixture
-def estimated(capsys, monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
-
+def estimated(capsys):
     def estimated(*args):
         base = ["estimate", "-c", "configs/quickstart.yaml", "--data.engine=TransformersEngine"]
         main([*base, "--data.train_data.size=40", *args])
@@ -225,7 +221,6 @@ def test_the_command_is_installed():
 
 def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
     folder = tmp_path / "short"
     small = f"""
 data:
@@ -305,8 +300,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_schedule_is_told_in_words(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+def test_a_schedule_is_told_in_words(tmp_path, capsys):
     callbacks = [
         *("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=2"),
         *("--trainer.callbacks+=TailBatching", "--trainer.callbacks.prompt_ratio=1.5"),
@@ -318,8 +312,7 @@ def test_a_schedule_is_told_in_words(tmp_path, capsys, monkeypatch):
     assert "TailBatching(prompt_ratio=1.5): " in said
 
 
-def test_nothing_is_told_without_a_progress_bar(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+def test_nothing_is_told_without_a_progress_bar(tmp_path, capsys):
     quiet = "--trainer.enable_progress_bar=false"
     main([*SMALL, quiet, f"--trainer.default_root_dir={tmp_path}/run"])
     out = capsys.readouterr().out
@@ -328,8 +321,7 @@ def test_nothing_is_told_without_a_progress_bar(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+def test_what_is_told_at_the_end_goes_on_with_the_run(tmp_path, capsys):
     folder = tmp_path / "run"
     main([*SMALL, f"--trainer.default_root_dir={folder}"])
     resume = capsys.readouterr().out.splitlines()[-1]

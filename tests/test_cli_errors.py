@@ -48,12 +48,7 @@ def refused(capfd, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            "--data.num_generation=8",
-            "There is no option `--data.num_generation`. Did you mean `--data.num_generations`?",
-        ),
         ("--trainer.max_epochs=[1]", "`trainer.max_epochs=[1]`: must be a whole number or null."),
-        ("--data.num_generations=true", "`data.num_generations=true`: must be a whole number."),
         (
             "--data={num_generations: 8, num_generations: 4}",
             "`num_generations` stands in line 1 already",
@@ -64,14 +59,10 @@ def refused(capfd, tmp_path):
             "Did you mean `lit_rlsched.rewards.functions.countdown_reward`?",
         ),
         ("--config=configs/pod.yaml", "configs/pods.yaml`?"),
-        (
-            "--data.prompts_per_round=0",
-            "(prompts_per_round=0)`: must be a whole number, 1 or more.",
-        ),
         ("--data.train_data=nowhere.jsonl", "There is no file `nowhere.jsonl`"),
         ("--model.model=./nowhere", "`model=./nowhere`: no such folder."),
-        ("--data.tokenizer=./nowhere", "`tokenizer=./nowhere`: neither a folder with"),
         ("--ckpt_path=nowhere.ckpt", "nowhere.ckpt"),
+        ("--ckpt_path=README.md", "`README.md` is not a Lightning checkpoint"),
         ("--ckpt_path=best", "only the process that trains knows"),
     ],
 )

@@ -127,11 +127,6 @@ def test_help_on_a_topic(answered) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            ["--data.num_generation=8"],
-            "There is no option `--data.num_generation`. Did you mean `--",
-        ),
-        (["--data.num_generation", "8"], "Did you mean `--data.num_generations`?"),
         (["--model.lora_rnk=8"], "no option `--model.lora_rnk`. Did you mean `--model.lora_rank`?"),
         (["--ckpt_pth", "x"], "There is no option `--ckpt_pth`. Did you mean `--ckpt_path`?"),
         (["--memory=1GiB"], "There is no option `--memory`."),
@@ -383,7 +378,6 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(tree: object, data: st.
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer:\n  max_steps: 1\ntrainer: {}\n", "line 3 .*`trainer` stands in line 1 already"),
         ("data:\n  slots: 1\n  slots: 1\n", "line 3 .*`slots` stands in line 2 already"),
         ("", "is empty"),
         ("# nothing\n", "is empty"),
@@ -395,7 +389,7 @@ def test_a_key_that_stands_twice_is_refused_at_any_depth(tree: object, data: st.
         ("a: " + "[" * 600, "cannot be read as YAML"),
         ("trainer:\n  max_epochs: 1e3\n", r"`trainer.max_epochs=1e3`: .*whole number.*`1000`"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_what_is_no_configuration(tmp_path: Path, text: str | bytes, message: str) -> None:
     assert re.search(message, in_file(tmp_path / "run.yaml", text))

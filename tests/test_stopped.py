@@ -161,13 +161,3 @@ def test_slurm_saves_in_mid_rollout_and_the_requeued_job_is_the_run_that_was_nev
 
 def without_times(line):
     return {name: value for name, value in json.loads(line).items() if "time" not in name}
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_refused_in_one_sentence(fit, tmp_path):
-    (tmp_path / "cut.ckpt").write_bytes(b"PK\x03\x04 and so on")
-    refused = fit("--ckpt_path", "cut.ckpt")
-    assert refused.returncode == 2
-    assert "Traceback" not in refused.stderr
-    errors = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "`cut.ckpt` is damaged, or cut off after" in errors[0]

@@ -88,11 +88,7 @@ def test_a_resumed_run_keeps_its_id(folder, runs):
 def test_the_configuration_tells_schedules_apart(runs):
     config = runs[0].config
     assert config["schedule"]["SortedBatching"]["pool_rounds"] == 2
-    assert config["engine"] == {"class": "TransformersEngine"}
-    assert config["train_data"]["source"]["class"] == "Countdown"
-    assert config["train_data"]["rows"] == 16 and config["val_data"]["rows"] == 4
-    assert config["reward_funcs"] == {"countdown_reward": 1.0}
-    assert config["trainer"]["max_epochs"] == 1 and config["seed_everything"] == 0
+    assert config["trainer"]["max_epochs"] == 1
     assert config["versions"]["wandb" if "wandb" in config["versions"] else "torch"]
     assert config["prompts_per_round"] == 2 and config["loss_type"] == "dapo"
     assert runs[1].config["trainer"]["max_epochs"] == 2

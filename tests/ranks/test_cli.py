@@ -105,12 +105,3 @@ def test_a_wrong_setting_of_two_ranks_is_told_without_a_traceback(tmp_path, opti
     for done in fit_as_torchrun(tmp_path, *options):
         assert done.returncode == 2, done.stderr
         assert f"error: {words}" in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-def test_a_strategy_that_does_not_work_is_refused_before_processes_start(tmp_path):
-    config = tmp_path / "short.yaml"
-    config.write_text(yaml.safe_dump(SHORT))
-    arguments = ("fit", "-c", str(config), "--trainer.strategy=ddp_spawn")
-    done = forked.run(forked.command_line, *arguments, timeout=120, folder=ROOT)
-    assert done.returncode == 2
-    assert "strategy='ddp'" in done.stderr and "Traceback" not in done.stderr
