@@ -417,6 +417,7 @@ def test_more_than_the_slots_are_refused(ready: Bench) -> None:
 @every_engine
 def test_abort_returns_what_was_drawn_and_frees_the_memory(ready: Bench) -> None:
     drawn = run(ready.engine, requests(SLOTS, max_completion_length=200), steps=3)
+    exact = not isinstance(ready.engine, engines.SimulatedEngine)
     unfinished = {name: one for name, one in drawn.items() if not one.finish_reason}
     assert unfinished
     assert ready.engine.stats().kv_tokens > 0
@@ -424,20 +425,12 @@ def test_abort_returns_what_was_drawn_and_frees_the_memory(ready: Bench) -> None
     assert set(partial) == set(unfinished)
     for name, one in unfinished.items():
         # a simulation may jump, and so have drawn more than it has told
-        assert list(partial[name].token_ids)[: len(one.token_ids)] == one.token_ids
-        assert list(partial[name].logprobs)[: len(one.logprobs)] == one.logprobs
+        told = len(partial[name].token_ids) if exact else len(one.token_ids)
+        assert list(partial[name].token_ids)[:told] == one.token_ids
+        assert list(partial[name].logprobs)[:told] == one.logprobs
+        assert not exact or told == 3
     assert idle(ready.engine.stats())
     assert ready.engine.step() == []
-
-
-@every_decoder
-def test_abort_returns_exactly_the_events(ready: Bench) -> None:
-    drawn = run(ready.engine, requests(3, temperature=0.0), steps=5)
-    partial = ready.engine.abort(drawn)
-    for name, one in drawn.items():
-        assert list(partial[name].token_ids) == one.token_ids
-        assert list(partial[name].logprobs) == one.logprobs
-        assert len(one.token_ids) == 5
 
 
 @every_engine
@@ -445,14 +438,6 @@ def test_abort_before_the_first_step(ready: Bench) -> None:
     ready.engine.submit(requests(2))
     partial = ready.engine.abort(["r0", "r1"])
     assert [list(one.token_ids) for one in partial.values()] == [[], []]
-
-
-@every_engine
-def test_an_id_is_free_again_after_its_end(ready: Bench) -> None:
-    ready.engine.submit(requests(2))
-    ready.engine.abort(["r0", "r1"])
-    assert all(one.finish_reason for one in run(ready.engine, requests(2)).values())
-    assert all(one.finish_reason for one in run(ready.engine, requests(2)).values())
 
 
 @every_engine
@@ -472,17 +457,11 @@ def test_a_paused_request_goes_on_as_if_it_had_not(ready: Bench, cut: int) -> No
     "sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, {"min_p": 0.02}], ids=str
 )
 def test_pauses_in_company_change_no_draw(ready: Bench, sampling: dict[str, float]) -> None:
+    """Some of the others are greedy."""
     batch = requests(SLOTS, max_completion_length=120, **sampling)
+    batch[::3] = [replace(r, sampling=Sampling(120, temperature=0.0)) for r in batch[::3]]
     expected = run(ready.engine, batch)
     check_same(run_with_pauses(ready.engine, batch, [2, 200, 3, 5, 200, 17, 32, 1]), expected)
-
-
-@every_engine
-def test_pauses_beside_greedy_requests_change_no_draw(ready: Bench) -> None:
-    batch = requests(SLOTS)
-    batch[::2] = [replace(r, sampling=Sampling(40, temperature=0.0)) for r in batch[::2]]
-    expected = run(ready.engine, batch)
-    check_same(run_with_pauses(ready.engine, batch, [3, 3, 4, 4, 5, 5, 6, 6]), expected)
 
 
 @every_engine

@@ -112,27 +112,23 @@ def spec(slots: int, length: int = 1024, device: torch.device = CUDA) -> EngineS
 
 
 @pytest.mark.parametrize(
-    ("slots", "length", "kwargs", "tokens"),
+    ("slots", "length", "kwargs", "tokens", "device"),
     [
-        (256, 1024, {}, 8192),
-        (4096, 1024, {}, 8192),
-        (10_000, 1024, {}, 10_000),
-        (4, 128, {}, 512),
-        (256, 1024, {"max_num_batched_tokens": 2048}, 2048),
+        (256, 1024, {}, 8192, "cuda:0"),
+        (4096, 1024, {}, 8192, "cuda:0"),
+        (10_000, 1024, {}, 10_000, "cuda:0"),
+        (4, 128, {}, 512, "cuda:0"),
+        (256, 1024, {"max_num_batched_tokens": 2048}, 2048, "cuda:0"),
+        (4, 1024, {}, 4096, "cpu"),
+        (5000, 1024, {}, 5000, "cpu"),
     ],
 )
 def test_a_step_takes_a_token_of_each_slot(
-    slots: int, length: int, kwargs: dict[str, Any], tokens: int
+    slots: int, length: int, kwargs: dict[str, Any], tokens: int, device: str
 ) -> None:
-    args = engine_args(VLLMEngine(engine_kwargs=kwargs), spec(slots, length))
+    engine = VLLMEngine(engine_kwargs=kwargs, kv_cache_gib=1 if device == "cpu" else None)
+    args = engine_args(engine, spec(slots, length, torch.device(device)))
     assert args["max_num_batched_tokens"] == tokens
-
-
-def test_so_it_does_on_cpu() -> None:
-    engine = VLLMEngine(kv_cache_gib=1)
-    for slots, tokens in ((4, 4096), (5000, 5000)):
-        args = engine_args(engine, spec(slots, device=torch.device("cpu")))
-        assert args["max_num_batched_tokens"] == tokens
 
 
 @needs_vllm

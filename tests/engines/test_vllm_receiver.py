@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from played_gpus import perturb
+from played_gpus import perturb, play
 from transformers import PreTrainedModel
 
 from lit_rlsched.engines import _vllm_worker as receiver
@@ -63,18 +62,12 @@ class Wire:
 @pytest.fixture
 def wire(started: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Wire:
     wire = Wire()
+    play(monkeypatch.setattr, "GPU-0")
     transfer = "vllm.distributed.weight_transfer"
     stream = SimpleNamespace(synchronize=lambda: None)
-    gpu = SimpleNamespace(uuid="GPU-0")
-    for target, name, stand_in in (
-        (import_module(f"{transfer}.nccl_engine"), "worker_init_process_group", wire.open),
-        (import_module(f"{transfer}.packed_tensor"), "_get_streams", lambda *args: [stream]),
-        (torch.cuda, "stream", lambda stream: nullcontext()),
-        (torch.cuda, "get_device_properties", lambda device: gpu),
-        (torch.accelerator, "current_device_index", lambda: 0),
-        (torch.accelerator, "synchronize", lambda: None),
-    ):
-        monkeypatch.setattr(target, name, stand_in)
+    nccl, packed = (import_module(f"{transfer}.{n}") for n in ("nccl_engine", "packed_tensor"))
+    monkeypatch.setattr(nccl, "worker_init_process_group", wire.open)
+    monkeypatch.setattr(packed, "_get_streams", lambda *args: [stream])
     started.join_transfer(INIT)
     return wire
 

@@ -86,13 +86,6 @@ def test_tensors_begin_where_their_type_can() -> None:
     assert sum(sizes(packed)) == packed.data.numel() and not packed.last
 
 
-def test_matrices_are_rounded_before_they_are_packed() -> None:
-    named = [("matrix", torch.ones(4, 4)), ("norm", torch.ones(4))]
-    (packed,) = packed_weights(named, BF16, Team())
-    assert dict(zip(packed.names, packed.dtypes, strict=True)) == {"norm": FP32, "matrix": BF16}
-    assert packed.last
-
-
 def test_ranks_that_only_gather_keep_nothing() -> None:
     class Follower(Team):
         rank = 1
