@@ -167,18 +167,6 @@ def test_an_error_beside_training_is_raised(fit, tiny_model, monkeypatch):
         run(fit, tiny_model)
 
 
-def test_uncorrected_stale_tokens_are_warned_of(fit, tiny_model):
-    module = GRPOModule(tiny_model, old_logprobs="trainer", importance_sampling_mode=None)
-    with pytest.warns(UserWarning, match="as if the newest had drawn them"):
-        fit(
-            module,
-            [AsyncRollout()],
-            {"max_epochs": 1},
-            engine=ProcessEngine(TransformersEngine()),
-            prompts_per_round=2,
-        )
-
-
 def test_saving_is_not_charged_for_the_rollout(fit, tiny_model, tmp_path, monkeypatch):
     """What a save costs decides how rare the next ones are."""
     saver, waits = RoundCheckpoint(tmp_path), []

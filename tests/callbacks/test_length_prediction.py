@@ -54,7 +54,7 @@ def test_calibration_is_logged_each_round(fit):
     assert rounds[0].metrics["rollout/pauses"] == probed > 0
 
 
-def test_a_checkpoint_of_another_predictor(fit, tmp_path):
+def test_a_checkpoint_of_another_predictor(fit, tiny_model, tmp_path):
     trainer, _, datamodule = fit(callbacks=[LengthPrediction()], trainer={"max_epochs": 1})
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     with pytest.warns(UserWarning, match=r"of a `TokenConditioned`.*PromptHistory.*untrained"):
@@ -63,11 +63,7 @@ def test_a_checkpoint_of_another_predictor(fit, tmp_path):
     datamodule.run.settings.data["val"] = datamodule.run.settings.data["train"]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*starts untrained.*")
-        validator.validate(GRPOModule(tiny_model_of(trainer)), datamodule, tmp_path / "one.ckpt")
-
-
-def tiny_model_of(trainer):
-    return trainer.lightning_module.hparams.model
+        validator.validate(GRPOModule(tiny_model), datamodule, tmp_path / "one.ckpt")
 
 
 def test_nothing_pauses_where_all_run_at_once(fit):

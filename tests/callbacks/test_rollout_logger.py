@@ -296,30 +296,31 @@ def test_what_changes_its_type_is_no_error(tmp_path, offline):
 # Summary.
 
 
-def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "quickstart")
-    record = trainer.datamodule.run.record
-    run(callback, trainer, [0, 1])
-    record.validations = [{"step": s, "val/accuracy": a} for s, a in ((0, 0.39), (2, 0.858))]
+def summary(folder, rounds, accuracies=(), more=(), **settings):
+    """Of a run of so many rounds, with held-out accuracies after some steps."""
+    callback, trainer = RolloutLogger(), make_trainer(folder)
+    vars(trainer).update(settings)
+    run(callback, trainer, range(rounds))
+    trainer.datamodule.run.record.validations = [
+        {"step": step, **dict.fromkeys(("val/accuracy", *more), value)}
+        for step, value in accuracies
+    ]
     trainer.datamodule.run.clock.before = 213.7
-    assert callback.summary(trainer) == (
+    return callback.summary(trainer)
+
+
+def test_summary_goes_from_the_first_to_the_last_accuracy(tmp_path):
+    folder = tmp_path / "quickstart"
+    assert summary(folder, 2, [(0, 0.39), (2, 0.858)]) == (
         "quickstart: held-out accuracy 0.39 -> 0.86 (2 rounds, 24 completions, 214 s); "
-        f"report and metrics in {tmp_path / 'quickstart'}"
+        f"report and metrics in {folder}"
     )
 
 
 def test_summary_says_which_completions_the_accuracy_is_of(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
-    record = trainer.datamodule.run.record
-    run(callback, trainer, [0, 1])
-
     def said(*names):
-        names = ("val/accuracy", *names)
-        record.validations = [
-            {"step": step, **{name: value for name in names}}
-            for step, value in ((0, 0.4), (2, 0.9))
-        ]
-        return callback.summary(trainer).partition(" (2 rounds")[0].partition("accuracy ")[2]
+        of = summary(tmp_path, 2, [(0, 0.4), (2, 0.9)], names)
+        return of.partition(" (2 rounds")[0].partition("accuracy ")[2]
 
     sampled = "0.40 -> 0.90 as the mean of 4 samples at temperature 0.7"
     assert said("val/mean@4", "val/pass@4") == sampled
@@ -331,35 +332,19 @@ def test_summary_says_which_completions_the_accuracy_is_of(tmp_path):
 
 
 def test_summary_claims_no_start_that_was_not_measured(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path / "run")
-    record = trainer.datamodule.run.record
-    run(callback, trainer, [0, 1])
-    record.validations = [{"step": s, "val/accuracy": a} for s, a in ((1, 0.67), (60, 0.89))]
-    assert callback.summary(trainer).startswith("run: held-out accuracy 0.89 (2 rounds")
-    record.validations = [{"step": 0, "val/accuracy": 0.42}]
-    assert "run: held-out accuracy before training 0.42, reward 0.00 -> 0.10 (2 rounds" in (
-        callback.summary(trainer)
-    )
+    late = summary(tmp_path / "late", 2, [(1, 0.67), (60, 0.89)])
+    assert late.startswith("late: held-out accuracy 0.89 (2 rounds")
+    before = summary(tmp_path / "run", 2, [(0, 0.42)])
+    assert "run: held-out accuracy before training 0.42, reward 0.00 -> 0.10 (2 rounds" in before
+    assert ": nothing trained (0 rounds" in summary(tmp_path / "none", 0)
+    assert ": reward 0.00 -> 0.20 (3 rounds" in summary(tmp_path / "unmeasured", 3)
 
 
 def test_summary_of_a_fast_dev_run_claims_nothing(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
-    record = trainer.datamodule.run.record
-    trainer.fast_dev_run = 1
-    run(callback, trainer, [0])
-    record.validations = [{"step": 1, "val/accuracy": 1.0}]
-    trainer.datamodule.run.clock.before = 3.0
-    assert callback.summary(trainer) == (
-        "fast_dev_run: everything ran once (1 round, 24 completions, 3 s); "
+    assert summary(tmp_path, 1, [(1, 1.0)], fast_dev_run=1) == (
+        "fast_dev_run: everything ran once (1 round, 24 completions, 214 s); "
         "nothing was measured or written"
     )
-
-
-def test_summary_without_validation_and_without_rounds(tmp_path):
-    callback, trainer = RolloutLogger(), make_trainer(tmp_path)
-    assert ": nothing trained (0 rounds" in callback.summary(trainer)
-    run(callback, trainer, [0, 1, 2])
-    assert ": reward 0.00 -> 0.20 (3 rounds" in callback.summary(trainer)
 
 
 def test_refuses_data_without_rollouts():

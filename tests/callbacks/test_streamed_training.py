@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def check_same(module, plain):
     torch.testing.assert_close(vector(module), vector(plain), rtol=0, atol=1e-10)
 
 
+def check_streamed(fit, make, callbacks=list, **data):
+    """Train without a stream and with one, to the same weights; return the stream and the data."""
+    plain = fit(make(), callbacks(), EXACT, **RAGGED | data)[1]
+    stream = Stream()
+    _, streamed, trained = fit(make(), [*callbacks(), stream], EXACT, **RAGGED | data)
+    check_same(streamed, plain)
+    return stream, trained
+
+
 @pytest.mark.mostly_slow("gspo")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo", "cispo"])
 def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
@@ -102,16 +112,6 @@ def test_the_update_is_the_same_whatever_the_order(fit, exact_model, loss_type):
         streamed = run(stream, micro_batch_tokens=[40, 80, 120][seed])
         assert any(stream.parts)
         check_same(streamed, plain)
-
-
-@pytest.mark.parametrize("make", [GRPOModule, pytest.param(RLOOModule, marks=pytest.mark.slow)])
-def test_with_a_reference_model(fit, exact_model, make):
-    stream, modules = Stream(), []
-    for callbacks in ([], [stream]):
-        module = make(exact_model, learning_rate=1e-3, beta=0.1)
-        modules.append(fit(module, callbacks, EXACT, **RAGGED)[1])
-    assert any(stream.parts)
-    check_same(modules[1], modules[0])
 
 
 SCHEDULES = {
@@ -133,17 +133,14 @@ SCHEDULES = {
 @pytest.mark.mostly_slow("window")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_every_scheduler(fit, exact_model, schedule):
-    early, stream, modules = schedule == "early stop", Stream(), []
-    for more in ([], [stream]):
-        module = GRPOModule(exact_model, learning_rate=1e-3)
-        settings = RAGGED | ({"num_generations": 4} if early else {})  # two may be enough
-        rewards = {"reward_funcs": [delayed(0.02, early)], "reward_workers": 2}
-        callbacks = [*SCHEDULES[schedule](), *more]
-        trained = fit(module, callbacks, EXACT, **settings, **rewards)
-        modules.append(trained[1])
+    early = schedule == "early stop"
+    settings = {"reward_funcs": [delayed(0.02, early)], "reward_workers": 2}
+    if early:  # two may be enough
+        settings |= {"num_generations": 4}
+    make = partial(GRPOModule, exact_model, learning_rate=1e-3)
+    stream, data = check_streamed(fit, make, SCHEDULES[schedule], **settings)
     assert any(stream.parts)
-    assert not early or trained[2].run.counters["dropped/stopped"] > 0
-    check_same(modules[1], modules[0])
+    assert not early or data.run.counters["dropped/stopped"] > 0
 
 
 @pytest.mark.mostly_slow("gspo")
@@ -153,12 +150,9 @@ def test_with_every_scheduler(fit, exact_model, schedule):
     ids=["gspo", "rloo"],
 )
 def test_the_first_of_several_iterations_is_streamed(fit, exact_model, make, settings):
-    stream, modules = Stream(), []
-    for callbacks in ([], [stream]):
-        trained = make(exact_model, learning_rate=1e-3, **settings)
-        modules.append(fit(trained, callbacks, EXACT, **RAGGED, num_iterations=3)[1])
+    made = partial(make, exact_model, learning_rate=1e-3, **settings)
+    stream, _ = check_streamed(fit, made, num_iterations=3)
     assert all(stream.parts)
-    check_same(modules[1], modules[0])
 
 
 def test_the_metrics_are_those_of_the_update(fit, exact_model):
@@ -203,12 +197,8 @@ def test_gradients_of_before_are_forgotten(fit, exact_model):
             for parameter in self.parameters():
                 parameter.grad = torch.ones_like(parameter)
 
-    modules = []
-    for callbacks in ([], [stream := Stream()]):
-        module = Keeps(exact_model, learning_rate=1e-3)
-        modules.append(fit(module, callbacks, EXACT, **RAGGED)[1])
+    stream, _ = check_streamed(fit, partial(Keeps, exact_model, learning_rate=1e-3))
     assert all(stream.parts)
-    check_same(modules[1], modules[0])
 
 
 @pytest.mark.slow

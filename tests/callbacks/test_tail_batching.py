@@ -1,17 +1,14 @@
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import (
     DynamicSampling,
-    MicroGroupSampling,
     RNGState,
     RolloutCallback,
     TailBatching,
 )
-from lit_rlsched.engines import VLLMEngine
 from lit_rlsched.scheduling.tail_batching import TailRound
 from lit_rlsched.settings import UsageError
 
@@ -92,19 +89,6 @@ def test_four_short_rounds_and_a_long_one(fit):
     lengths = [r.metrics["completions/mean_length"] for r in recorder.rounds]
     short = [n for n, long in zip(lengths, recorder.long, strict=True) if not long]
     assert min(n for n, long in zip(lengths, recorder.long, strict=True) if long) > min(short)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_on_vllm(fit):
-    recorder = Recorder()
-    callbacks = [recorder, TailBatching(completion_ratio=1.25), MicroGroupSampling(slots=7)]
-    settings = {"engine": VLLMEngine(), "trainer": {"max_epochs": 6}, **SMALL}
-    _, _, data = fit(callbacks=callbacks, **settings)
-    check(recorder)
-    assert recorder.long == [*FIVE, False]
-    assert data.run.counters["num_completions"] == 6 * 8
-    assert data.run.counters["dropped/stopped"] >= 5 * 4
 
 
 def hangs():

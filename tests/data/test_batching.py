@@ -117,23 +117,6 @@ def spanned(*spans, advantage=1.0, reason="stop", dropped=None, uid="a"):
     return made
 
 
-def test_stale_tokens_are_masked_by_hand():
-    rows = [spanned((1, 2), (3, 1)), spanned((3, 4)), spanned((1, 1), (2, 2), (3, 3))]
-    step = OptimizerStep(rows, 1000, Trained(only_version=3))
-    assert (step.totals.sequences, step.totals.tokens) == (3, 1 + 4 + 3)
-    masks = [
-        (int(n), mask.tolist())
-        for batch in step
-        for n, mask in zip(batch.completion_lengths, batch.completion_mask, strict=True)
-    ]
-    width = len(masks[0][1])
-    expected = {3: [0, 0, 1], 4: [1, 1, 1, 1], 6: [0, 0, 0, 1, 1, 1]}
-    assert masks == [(n, row + [0] * (width - n)) for n, row in sorted(expected.items())]
-    for batch in step:
-        assert batch.step_tokens == 8 and batch.step_sequences == 3
-        assert (batch.rollout_logp.ne(0).sum(1) == batch.completion_lengths).all()
-
-
 def test_what_else_is_left_out_of_a_step_of_one_version():
     rows = [
         spanned((2, 2), (3, 3), dropped="nonfinite_logprob"),
@@ -164,6 +147,8 @@ def test_the_mask_is_on_the_tokens_of_the_version(drawn, budget):
     assert step.totals.tokens == sum(by_token.count(2) for by_token in fresh)
     seen = 0
     for of_batch, batch in zip(step.micro_batches, step, strict=True):
+        assert batch.step_tokens == step.totals.tokens
+        assert (batch.rollout_logp.ne(0).sum(1) == batch.completion_lengths).all()
         for one, mask in zip(of_batch, batch.completion_mask.tolist(), strict=True):
             by_token = drawn[int(one.group.id)]
             assert mask[: len(by_token)] == [float(v == 2) for v in by_token]

@@ -10,7 +10,6 @@ import jsonargparse
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
 from lit_rlsched.data.prompts import make_prompts
@@ -23,11 +22,6 @@ from lit_rlsched.types import Prompt
 Tokenizer = Any
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
-
-
-@pytest.fixture
-def tokenizer(tiny_model: str) -> Tokenizer:
-    return AutoTokenizer.from_pretrained(tiny_model)
 
 
 def prompts_of(count: int) -> list[Prompt]:

@@ -141,12 +141,6 @@ def test_arguments_are_trl_s() -> None:
     assert all(seconds is not None and seconds < 1 for seconds in job.seconds)
 
 
-def test_a_function_that_lists_trl_s_arguments_runs() -> None:
-    with RewardScheduler([cases.strict]) as scheduler:
-        submit(scheduler, 0, "a", columns={"answer": "a", "finish_reasons": "stop"})
-        assert collect(scheduler)[0].scores == [1.0]
-
-
 def test_a_function_may_know_its_time_and_say_why_it_gives_no_score() -> None:
     def tells(completions, *, reward_timeout, log_failure, **kwargs):
         if completions[0] != "good":

@@ -43,21 +43,9 @@ def test_a_reward_stands_in_its_completions_place():
     )
 
 
-def test_the_matrix_is_as_wide_as_the_last_place_in_it():
-    groups = [group("a", {1: [1.0]}), group("b", {0: [2.0]})]
-    same(reward_matrix(groups, [1.0]), [[NAN, 1.0], [2.0, NAN]])
-    same(reward_matrix([group("a", {0: [3.0]})], [2.0]), [[6.0]])
-
-
 def test_completions_that_no_function_was_asked_for_have_no_reward():
     groups = [group("a", {0: [], 1: None, 2: [1.0]})]
     same(reward_matrix(groups, [1.0]), [[NAN, NAN, 1.0]])
-
-
-def test_cells_by_hand():
-    rows, columns = cells(ragged())
-    assert rows.tolist() == [0, 0, 1, 2, 2]
-    assert columns.tolist() == [0, 3, 2, 0, 1]
 
 
 def test_completions_and_rows_go_group_after_group():
