@@ -7,7 +7,7 @@ before, record after, compare. CPUs round differently: both on one machine. `aga
 both and compares them; it keeps those of the revision in `runs/recordings`.
 
 `--renamed OLD=NEW` is another name of a metric, a column or a file (`OLD=`: it is gone). `--keys`
-such as `completions versions weights overtaken` compares these alone.
+such as `completions versions weights` compares these alone.
 
 Each schedule runs once from beginning to end and, with one rank, once in pieces: it is stopped by
 SIGTERM at the places in `Schedule.stops` and resumed from the checkpoint of `RoundCheckpoint`. The
@@ -218,24 +218,6 @@ def _as_json(value: Any) -> list[Any]:
     return list(value) if isinstance(value, array) else list(asdict(value).values())
 
 
-def overtaken(record: dict[str, Any]) -> list[list[Any]]:
-    """Of each group, in the order of the data: its id, its round, how many later ones came first.
-
-    The round is `None` for a group that was not trained on by the end.
-    """
-    rounds = [[group["id"] for group in round["groups"]] for round in record["rounds"]]
-    plans = [[group["id"] for group in plan] for plan in record["plans"]]
-    order = list(dict.fromkeys(name for names in (*plans, *rounds) for name in names))
-    trained = {name: number for number, names in enumerate(rounds) for name in names}
-    found = []
-    for i, name in enumerate(order):
-        before = range(trained.get(name, len(rounds)))
-        found.append(
-            [name, trained.get(name), sum(trained.get(n) in before for n in order[i + 1 :])]
-        )
-    return found
-
-
 def read_folder(folder: Path) -> dict[str, Any]:
     """What a run has written: completions, what ran when (counted in steps), names of files."""
     traces, tables = Traces(folder / "traces"), {}
@@ -317,7 +299,6 @@ def run(
         "rounds_over": data.run.rounds_over,
         "weights_at_end": hash_of_weights(module),
         **recorder.record,
-        "overtaken": overtaken(recorder.record),
         **read_folder(folder),
     }
 

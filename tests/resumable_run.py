@@ -108,13 +108,20 @@ class DyingIO(AtomicCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-class Spans(RolloutCallback):
-    """The groups, and what became of every completion, kept in the checkpoint."""
+class Seen(RolloutCallback):
+    """What became of every completion, of drafts and of validations, kept in the checkpoint."""
+
+    KEPT = "spans", "groups", "validations", "recovered"
 
     def __init__(self):
-        self.spans, self.groups = [], []
+        self.spans, self.groups, self.validations, self.recovered = [], [], [], 0
+
+    def on_validation_end(self, trainer, pl_module):
+        found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+        self.validations.append([trainer.global_step, found])
 
     def on_round_end(self, trainer, pl_module, round):
+        self.recovered += round.metrics.get("drafts/accepted_tokens", 0)
         self.spans.extend(len(c.segments) for c in round.completions)
         for group in round.groups:
             ends = [
@@ -124,10 +131,10 @@ class Spans(RolloutCallback):
             self.groups.append((group.id, round.ordinal, round.version, group.deferred, ends))
 
     def state_dict(self):
-        return {"spans": self.spans, "groups": self.groups}
+        return {name: vars(self)[name] for name in self.KEPT}
 
     def load_state_dict(self, state_dict):
-        self.spans, self.groups = [*state_dict["spans"]], [*state_dict["groups"]]
+        vars(self).update(state_dict)
 
 
 class Rows(RolloutLogger):
@@ -135,39 +142,6 @@ class Rows(RolloutLogger):
 
     def _report(self, trainer, going_on):
         pass
-
-
-class History(RolloutCallback):
-    """The figures of every validation, kept in the checkpoint."""
-
-    def __init__(self):
-        self.figures = []
-
-    def on_validation_end(self, trainer, pl_module):
-        found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-        self.figures.append([trainer.global_step, found])
-
-    def state_dict(self):
-        return {"figures": self.figures}
-
-    def load_state_dict(self, state_dict):
-        self.figures = state_dict["figures"]
-
-
-class Recovered(RolloutCallback):
-    """Tokens of drafts that were accepted, kept in the checkpoint."""
-
-    def __init__(self):
-        self.tokens = 0
-
-    def on_round_end(self, trainer, pl_module, round):
-        self.tokens += round.metrics.get("drafts/accepted_tokens", 0)
-
-    def state_dict(self):
-        return {"tokens": self.tokens}
-
-    def load_state_dict(self, state_dict):
-        self.tokens = state_dict["tokens"]
 
 
 def state_hash(state):
@@ -203,11 +177,10 @@ def main(folder, engine, model, name, place, stops):
         engine=engines.ProcessEngine(decoder) if beside else decoder,
         **{"val_greedy": False, **settings},
     )
-    spans, recovered, prediction = Spans(), Recovered(), LengthPrediction(probe_tokens=4)
+    seen, prediction = Seen(), LengthPrediction(probe_tokens=4)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True, save_top_k=0)
     if stops:
         checkpoints = RoundCheckpoint(max_share=1e-9)
-    history = History()
     trainer = Trainer(
         accelerator="cpu",
         max_steps=schedule.trainer.get("max_steps", 8),
@@ -221,9 +194,7 @@ def main(folder, engine, model, name, place, stops):
             *schedule.callbacks(),
             prediction,
             Rows(num_completions=4),
-            spans,
-            recovered,
-            history,
+            seen,
             checkpoints,
             Die(place),
         ],
@@ -245,16 +216,16 @@ def main(folder, engine, model, name, place, stops):
         "pool": state_hash(data.run.pool.state_dict()["pool"]),
         "drafts": [*data.run.drafts.weights],
         "draft_weights": state_hash(data.run.drafts.weights),
-        "recovered": recovered.tokens,
+        "recovered": seen.recovered,
         "audit": {k: v for k, v in data.run.pool._audit.state_dict().items() if "seconds" not in k},
-        "validations": history.figures if stops else [],
+        "validations": seen.validations if stops else [],
         "record": [
             [{k: row.get(k) for k in ("round", "step", *CURVES[:-1])} for row in record.rounds],
-            spans.groups,
+            seen.groups,
             record.validations if stops else [],
         ],
-        "uids": [group[0] for group in spans.groups],
-        "spans": spans.spans,
+        "uids": [group[0] for group in seen.groups],
+        "spans": seen.spans,
         "columns": sorted(json.loads(rows.splitlines()[-1])),
         "predictor": state_hash(prediction.state_dict()),
         "completions": hashlib.sha256(rows.encode()).hexdigest(),

@@ -1,6 +1,7 @@
 """Estimates against what the same run really holds: counted bytes, not resident memory."""
 
 import gc
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -30,14 +31,8 @@ def plan(tiny_model, digits, sums):
     def plan(
         model=tiny_model, precision="32-true", engine=None, callbacks=(), trainer=None, **settings
     ):
-        data_settings = {
-            name: settings.pop(name)
-            for name in (
-                *("num_generations", "micro_batch_tokens", "tokenizer", "prompts_per_round"),
-                "num_engines",
-            )
-            if name in settings
-        }
+        of_data = signature(RolloutDataModule).parameters.keys() & settings
+        data_settings = {name: settings.pop(name) for name in of_data}
         trainer = Trainer(
             accelerator="cpu",
             precision=precision,

@@ -16,6 +16,7 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.text import printable
 
 ROOT = Path(__file__).parents[1]
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
 
 @pytest.fixture
@@ -32,8 +33,7 @@ def predict(tmp_path, tiny_model, digits):
             **settings,
         )
         writer = CompletionWriter(path)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[writer], **quiet)
+        trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[writer], **QUIET)
         trainer.predict(GRPOModule(tiny_model), datamodule=data)
         return writer.file(trainer)
 
@@ -66,7 +66,6 @@ def test_parquet_and_rows_without_the_columns_of_rewards(predict, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 TRAINER = Trainer(accelerator="cpu", **QUIET)
 VALUES = st.sampled_from(
     [

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +38,7 @@ from lit_rlsched.settings import UsageError
 HOLD = """
 import sys
 from lit_rlsched.run.saving.run_folder import occupy
+from contextlib import contextmanager
 from pathlib import Path
 import subprocess
 occupy(Path(sys.argv[1]))
@@ -44,6 +46,21 @@ child = subprocess.Popen(["sleep", "600"])
 print(child.pid, flush=True)
 sys.stdin.read()
 """
+
+
+@contextmanager
+def held(folder):
+    """Another process that holds the folder, and has started one of its own."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child = int(holder.stdout.readline())
+    try:
+        yield holder
+    finally:
+        os.kill(child, signal.SIGKILL)  # it has the pipe, too
+        holder.kill()
+        holder.communicate()
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +83,7 @@ def test_folders_are_numbered():
 @pytest.mark.slow
 def test_a_folder_in_use_is_refused_until_the_process_is_gone(tmp_path):
     folder = tmp_path / "run"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    child = int(holder.stdout.readline())
-    try:
+    with held(folder) as holder:
         for _ in range(2):
             with pytest.raises(FolderInUse, match=rf"`{folder}` is in use by process {holder.pid}"):
                 occupy(folder)
@@ -78,11 +91,7 @@ def test_a_folder_in_use_is_refused_until_the_process_is_gone(tmp_path):
         holder.wait()
         occupy(folder)  # though what it had started still lives
         assert json.loads((folder / "run.json").read_text())["process"] == os.getpid()
-    finally:
         leave(folder)
-        os.kill(child, signal.SIGKILL)
-        holder.kill()
-        holder.communicate()
 
 
 def test_a_folder_that_was_not_used_is_removed():
@@ -304,17 +313,8 @@ def test_a_folder_of_python_users_is_locked_while_they_train(fit, tmp_path):
     look = Look()
     fit(callbacks=[look], trainer=once)
     assert f"in use by process {os.getpid()}" in look.said, look.said
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    child = int(holder.stdout.readline())
-    try:
-        with pytest.raises(FolderInUse, match=f"process {holder.pid}"):
-            fit(callbacks=[RolloutLogger()], trainer=once)
-    finally:
-        os.kill(child, signal.SIGKILL)  # it has the pipe, too
-        holder.kill()
-        holder.communicate()
+    with held(folder) as holder, pytest.raises(FolderInUse, match=f"process {holder.pid}"):
+        fit(callbacks=[RolloutLogger()], trainer=once)
 
 
 def test_a_trainer_has_one_folder(tmp_path):
