@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.add(age, {"tokens": share, "whole": whole, "completions": number})
             print(f"| {age} | {share:.1%} | {whole:.1%} | {number} | {tokens / number:.0f} |")
         return
-    names = "x | seconds | steps | idle | discarded | stale | length | cache"
+    names = "x | seconds | steps | idle | discarded | age | length | cache"
     for model in options.models:
         for where, shared in {"own devices": False, "shared devices": True}.items():
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results.add(f"{model}, {where}, {name}", {"x": x, "seconds": of.seconds})
                 print(
                     f"| {name} | {x:.2f} | {of.seconds:.1f} | {of.decode_steps:,.0f} | "
-                    f"{of.idle_share:.0%} | {of.discarded_share:.0%} | {of.stale_share:.0%} | "
+                    f"{of.idle_share:.0%} | {of.discarded_share:.0%} | {of.age:.2f} | "
                     f"{of.length_bias:.2f} | {of.peak_kv:,} |",
                     flush=True,
                 )

@@ -194,6 +194,8 @@ class Completion:
     """State of its environment after the last reply, if it gives one."""
     given: dict[int, Any] = field(default_factory=dict)
     """Results of reward functions that were called with its environment, by number."""
+    tool_seconds: float = field(default=0.0, compare=False)
+    """Seconds for which it waited for its tools; not in checkpoints."""
     reward_seconds: float = field(default=0.0, compare=False)
     """Duration of the calls of reward functions, one after the other; not in checkpoints."""
     failure: str | None = field(default=None, compare=False)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from worlds import look
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule, callbacks
-from lit_rlsched.callbacks import RolloutLogger, TailBatching
+from lit_rlsched.callbacks import RolloutLogger, TailBatching, what_if
 from lit_rlsched.callbacks.what_if import ALTERNATIVES, beside, candidate, missing, options
 from lit_rlsched.cli.simulate import facts_of, simulate
 from lit_rlsched.engines import ProcessEngine, SimulatedEngine, TransformersEngine
@@ -20,6 +21,7 @@ from lit_rlsched.run.saving.traces import FACTS
 from lit_rlsched.run.switches import class_names, make_schedule, recorded
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.workload import Length, Workload
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.schedule import RunFacts
 
@@ -124,8 +126,19 @@ def test_a_candidate_is_what_the_run_allows_with_an_engine_beside_it(facts, chos
     engine: Any = facts.settings.engine
     apart = engine if isinstance(engine, ProcessEngine) else ProcessEngine(engine)
     fits = replace(facts, settings=replace(facts.settings, engine=apart))
-    if candidate(chosen, beside(again(own))) is not None:
+    with suppress(UsageError):
+        candidate(chosen, beside(again(own)))
         assert refusal(chosen, fits) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(runs())
+def test_each_callback_has_a_row_or_a_reason(facts):
+    rows = {c.name for c in what_if.candidates(beside(facts), most=1)}
+    said = "\n".join(what_if.left_out(facts))
+    known = [*map(what_if.written, options(facts.settings.num_generations))]
+    assert [name for name in known if name not in rows] == [name for name in known if name in said]
+    assert "DynamicSampling()" in said and all("): " in line for line in said.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -152,18 +165,20 @@ def test_the_traces_of_a_run_say_what_it_is(fit, tiny_model, tmp_path, module, r
 
 
 def test_what_a_simulation_leaves_out_is_said():
-    assert missing({"callbacks": []}) == []
-    about = {"callbacks": ["TailBatching", "DynamicSampling"], FACTS: {"tools": True}}
-    tools, others = missing(about)
+    def said(callbacks: list[str], tools: bool, *turns: int) -> list[str]:
+        work: Any = Workload([[Length.of(5, turns, 1.0)]], [1], 9)
+        about = {"callbacks": callbacks, FACTS: {"tools": tools}}
+        return missing(what_if.Setting(about, work, *[Any] * 3))
+
+    tools, others = said(["TailBatching", "DynamicSampling"], True)
     assert "without tools" in tools and "`DynamicSampling`" in others and "Tail" not in others
-    assert missing({"callbacks": sorted(ALTERNATIVES), FACTS: {"tools": False}}) == []
+    assert said(["DynamicSampling"], True, 3, -2, 2) == [others]
+    assert said(sorted(ALTERNATIVES), False) == []
 
 
 def test_the_newest_rounds_are_simulated_in_another_order(tmp_path):
     """A run whose completions have become longer."""
     from written_traces import write_run
-
-    from lit_rlsched.simulation.workload import Workload
 
     traces = Traces(write_run(tmp_path, rounds=9))
     newest = traces.newest(2)

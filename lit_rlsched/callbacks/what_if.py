@@ -4,14 +4,15 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from statistics import median
 from typing import Any
 
 import yaml
 
-from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
 from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
 from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
@@ -37,11 +38,17 @@ WARM_UP = 4
 """Rounds that do not count: the first of a pool, and those until enough prompts are in flight."""
 ENOUGH = 1.02
 """A schedule of fewer callbacks is recommended if it takes at most this many times as long."""
-SHOWN = 20
+SHOWN = 24
 """Schedules in a table: the fastest, and every callback alone."""
 BIASED = 0.02
 """Deviation of trained from drawn length from which on a schedule counts as biased."""
 CONSTRAINTS = ("on_policy", "unbiased")
+
+
+def written(option: Option) -> str:
+    """Return a callback as it is written in Python."""
+    make, given = option
+    return f"{make.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +61,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The callbacks as they are written in Python."""
-        written = (
-            f"{make.__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-            for make, given in self.options
-        )
-        return " + ".join(written) or PLAIN
+        return " + ".join(map(written, self.options)) or PLAIN
 
     def callbacks(self) -> list[Any]:
         """Make the callbacks."""
@@ -94,9 +97,11 @@ def options(num_generations: int) -> list[Option]:
         (SortedBatching, {"mode": "partial"}),
         (SortedBatching, {"mode": "on_policy"}),
         (TailBatching, {}),
-        (RolloutWindow, {}),
-        (RolloutWindow, {"overtake": 2}),
-        (AsyncRollout, {}),
+        *((RolloutWindow, {"overtake": rounds}) for rounds in (0, 1, 2)),
+        *(
+            (AsyncRollout, {"max_staleness": age, "too_old": too_old})
+            for age, too_old in product((1, 2, 3), ("verify", "wait"))
+        ),
         (StreamedTraining, {}),
     ]
     if num_generations > 2:
@@ -108,26 +113,40 @@ ALTERNATIVES = frozenset({"MicroGroupSampling", *(of.__name__ for of, _ in optio
 """Callbacks that a candidate takes the place of; a run keeps its others beside it."""
 
 
-def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate | None:
-    """Return the candidate of some callbacks; `None` if they do not go together."""
-    if len({make for make, _ in chosen}) < len(chosen):
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
-            schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
-    except UsageError:
-        return None
-    return None if unsupported(schedule) else Candidate(tuple(chosen), schedule)
+def candidate(chosen: Sequence[Option], facts: RunFacts) -> Candidate:
+    """Return the candidate of some callbacks; a `UsageError` says why there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule = make_schedule([make(**arguments) for make, arguments in chosen], facts)
+    schedule.slots.resolved_order(schedule.lengths is not None, schedule.rule.ends_early)
+    if why := unsupported(schedule):
+        raise UsageError(why)
+    return Candidate(tuple(chosen), schedule)
 
 
 def candidates(facts: RunFacts, most: int = 2) -> Iterator[Candidate]:
     """Yield combinations of at most `most` callbacks that the run allows, the plain one first."""
     for number in range(most + 1):
         for chosen in combinations(options(facts.settings.num_generations), number):
-            if (found := candidate(chosen, facts)) is not None:
-                yield found
+            with suppress(UsageError):
+                yield candidate(chosen, facts)
+
+
+def left_out(facts: RunFacts) -> list[str]:
+    """Name the callbacks that have no row, and say why."""
+    found: dict[str, list[str]] = {}
+    never: list[Option] = [
+        (DynamicSampling, {}),
+        (DownSampling, {"keep": 2, "early_stop": True}),
+        (TailBatching, {"per_domain": {"name": 1.0}}),
+        (MicroGroupSampling, {"memory_budget": "1GiB"}),
+    ]
+    for option in [*options(facts.settings.num_generations), *never]:
+        try:
+            candidate([option], beside(facts))
+        except UsageError as error:
+            found.setdefault(str(error), []).append(written(option))
+    return [f"{', '.join(names)}: {why}" for why, names in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,18 +181,11 @@ class Setting:
     machine: Machine
     rounds: int
 
-    def outcome(
-        self, schedule: Schedule, exact: bool = False, keeps_cache: bool = False
-    ) -> Outcome:
-        """Simulate a schedule, which perhaps knows lengths in advance; see `Pipeline`."""
-        about, machine = self.about, self.machine
-        if exact:
-            machine = replace(machine, rank_correlation=1.0)
+    def outcome(self, schedule: Schedule, keeps_cache: bool = False) -> Outcome:
+        """Simulate a schedule; see `Pipeline`."""
+        about, given = self.about, (schedule, self.work, self.costs, self.machine)
         shape = about["num_generations"], about["steps_per_round"], about["num_iterations"]
-        pipeline = Pipeline(
-            schedule, self.work, self.costs, machine, *shape, keeps_cache=keeps_cache
-        )
-        return pipeline.run(self.rounds, WARM_UP)
+        return Pipeline(*given, *shape, keeps_cache=keeps_cache).run(self.rounds, WARM_UP)
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
@@ -182,11 +194,9 @@ class Setting:
 
     def peers(self) -> list[Simulated]:
         """Simulate the rules of other packages."""
-        made = {peer: peer.schedule(self.about["prompts_per_round"]) for peer in PEERS.values()}
-        return [
-            Simulated(peer.name, of, self.outcome(of, peer.exact_lengths, peer.keeps_cache))
-            for peer, of in made.items()
-        ]
+        size = self.about["prompts_per_round"]
+        made = ((peer, peer.schedule(size)) for peer in PEERS.values())
+        return [Simulated(p.name, of, self.outcome(of, p.keeps_cache)) for p, of in made]
 
 
 def setting_of(traces: Traces, rounds: int) -> Setting | None:
@@ -223,6 +233,7 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
     The number of slots does not count, nor do callbacks that every schedule of the run has.
     """
     plain = {"memory_budget": None, "refill": "continuous", "order": None}
+    too_old = "verify" if any("'verify'" in row.name for row in rows) else "wait"
 
     def compared(callbacks: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         found = []
@@ -230,6 +241,8 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
             name, arguments = of["class_path"], dict(of["init_args"])
             if name == MicroGroupSampling.__name__:
                 arguments.pop("slots", None)
+            if name == AsyncRollout.__name__:
+                arguments["too_old"] = arguments["too_old"] or too_old
             if name in ALTERNATIVES and (name, arguments) != (MicroGroupSampling.__name__, plain):
                 found.append((name, arguments))
         return sorted(found, key=str)
@@ -239,14 +252,11 @@ def own_schedule(traces: Traces, rows: Sequence[Simulated]) -> Simulated | None:
     return next(same, None)
 
 
-def missing(about: Mapping[str, Any]) -> list[str]:
+def missing(setting: Setting) -> list[str]:
     """Say what of a run its simulations leave out."""
-    said = []
-    if about.get(FACTS, {}).get("tools"):
-        said.append(
-            "Simulated without tools: `fit` also waits for them and reads their replies, which "
-            "takes longer."
-        )
+    said, about = [], setting.about
+    if about.get(FACTS, {}).get("tools") and not setting.work.calls_tools:
+        said.append("Simulated without tools: `fit` also waits for them and reads their replies.")
     if others := [name for name in about["callbacks"] if name not in ALTERNATIVES]:
         named = ", ".join(f"`{name}`" for name in others)
         said.append(f"Simulated without the run's {named}.")
@@ -283,7 +293,5 @@ def first(rows: Sequence[Simulated], best: Simulated | None = None) -> list[Simu
     ordered = sorted(rows, key=lambda row: row.outcome.seconds)
     alone = {row.name for row in rows if row.of is not None and len(row.of.options) < 2}
     pairs = [row.name for row in ordered if row.name not in alone]
-    kept = alone | {*pairs[: max(0, SHOWN - len(alone))]}
-    if best is not None:
-        kept.add(best.name)
+    kept = alone | {*pairs[: max(0, SHOWN - len(alone))], *([best.name] if best else ())}
     return [row for row in ordered if row.name in kept]

@@ -1,5 +1,6 @@
 """The subcommand `simulate`: what schedules would buy."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lit_rlsched.callbacks.what_if import (
     about_of,
     beside,
     first,
+    left_out,
     measured,
     missing,
     named,
@@ -32,6 +34,7 @@ from lit_rlsched.run.switches import facts_from, make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_ranges
 from lit_rlsched.simulation.costs import Costs, calibrated
+from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.text import counted, parse_bytes, percent, three_digits
@@ -67,7 +70,7 @@ def simulate(
 
     Args:
         trace: Folder of a run: gives the lengths of its newest completions, what its steps cost,
-            and which schedules `fit` allows for it.
+            which schedules `fit` allows for it, and how long its tools have taken.
         lengths: Other lengths: `lognormal:median=400,sigma=1`, or a CSV file with a line for each
             prompt.
         constraints: What the recommended schedule has to keep to, such as
@@ -106,6 +109,7 @@ def simulate(
     costs = Costs() if newest is None else calibrated(newest)
     more = about["ranks"] / before["ranks"]
     costs = replace(costs, position=costs.position / more, verify=costs.verify / more)
+    said = "made-up costs" if trace is None else f"costs fitted to the newest rounds of `{trace}`"
     machine = Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted)
     work = _workload(lengths, newest, about, rounds + WARM_UP, seed)
     setting = Setting(about, work, costs, machine, rounds)
@@ -116,6 +120,7 @@ def simulate(
         facts = replace(facts, prompts=None)  # as of a run with more data
     make_schedule((), beside(facts))  # refuses these sizes, if it does so without a callback
     rows, peers = setting.ours(facts, most_callbacks), setting.peers()
+    peers = [replace(row, name=f"{row.name}: {PEERS[row.name].source}") for row in peers]
     plain = next(row.outcome for row in rows if row.name == PLAIN)
     best = recommended(rows, wanted)
     own, took = None, None
@@ -125,18 +130,21 @@ def simulate(
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
     under = f" under {', '.join(names)}" if names else ""
-    where = "" if own is not None else " Its own schedule is not simulated."
+    where = "" if own is not None else " Its own callbacks, as it has them, are in no row."
     of_run = f"Measured: {three_digits(took or 0)} s a round, the median of the newest.{where}"
     return "\n".join(
         [
-            _told_setting(setting, trace),
+            _told_setting(setting, said),
             *([] if took is None else [of_run]),
-            *([] if traces is None else missing(about)),
+            *([] if traces is None else missing(setting)),
             "",
             _table(first(rows, best), plain, wanted, own, took),
             "",
             "Rules of other packages, on the same engine:",
             _table(first(peers), plain, wanted),
+            "",
+            "Not simulated:",
+            *left_out(facts),
             "",
             f"Recommended{under}: {best.name}" if best else f"No schedule fits{under}.",
             *([text] if text else []),
@@ -227,21 +235,18 @@ def facts_of(about: Mapping[str, Any]) -> RunFacts:
     return RunFacts(data.run.settings, learner=module, module=module.hparams)
 
 
-def _told_setting(setting: Setting, trace: str | None) -> str:
+def _told_setting(setting: Setting, costs: str) -> str:
     """Return the setting in words, and what the columns of the table mean."""
     about, of = setting.about, setting.machine
     every = sorted(n for group in setting.work.lengths for n in group)
     sizes = f"{about['prompts_per_round']} prompts x {about['num_generations']} completions"
-    costs = "made-up costs of steps and updates"
-    if trace:
-        costs = f"costs fitted to the newest rounds of `{trace}`"
     apart = "have devices or cores of their own"
     fits = [
         f"{fit.name.capitalize()}: seconds off by {percent(fit.error)} in the median round, "
         f"{percent(fit.worst)} in the worst"
         + ("." if fit.fits else ": it does not fit, so expect such errors below.")
         for fit in setting.costs.fits
-        if fit.observations
+        if not math.isnan(fit.error)
     ]
     if of.slowdown != 1:
         apart = f"take {of.slowdown:.3g} times as long while both work"
@@ -252,8 +257,8 @@ def _told_setting(setting: Setting, trace: str | None) -> str:
         *fits,
         f"Engine and trainer {apart}.",
         "seconds, steps: for each update's worth of prompts. x: times as fast as without a "
-        "callback. stale: tokens of earlier policies. length: trained over drawn. cache: most "
-        "tokens in an engine's key-value cache.",
+        "callback. age, oldest: mean and largest age of trained tokens, in rounds. length: trained "
+        "over drawn. cache: most tokens in an engine's key-value cache.",
     ]
     return "\n".join(lines)
 
@@ -265,13 +270,13 @@ def _table(
     own: Simulated | None = None,
     took: float | None = None,
 ) -> str:
-    lines = ["  seconds      x    steps   idle discarded  stale  length     cache  schedule"]
+    lines = ["  seconds      x    steps   idle discarded   age oldest  length     cache  schedule"]
     for row in rows:
         of = row.outcome
         lines.append(
             f"{three_digits(of.seconds):>9} {plain.seconds / of.seconds:6.2f} "
             f"{of.decode_steps:8,.0f} {percent(of.idle_share):>6} "
-            f"{percent(of.discarded_share):>9} {percent(of.stale_share):>6} "
+            f"{percent(of.discarded_share):>9} {of.age:5.2f} {of.oldest:6g} "
             f"{of.length_bias:7.2f} {of.peak_kv:9,}  {named(row, own, took)}"
             f"{'  (breaks a constraint)' if row.refused(wanted) else ''}"
         )

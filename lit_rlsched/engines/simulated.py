@@ -114,17 +114,22 @@ class SimulatedEngine(SlotEngine):
             heapq.heappop(self._ends)  # aborted
         return 0
 
-    def jump(self, steps: int) -> list[Event]:
+    def seconds(self, steps: int) -> float:
+        """Return how long the next decode steps take, if no request ends before the last."""
         running = len(self._held)
-        if not running:
-            return []
-        # step i of the jump finds i more tokens of each request in the cache
+        # step i finds i more tokens of each request in the cache
         kv_tokens = steps * self._kv_tokens + running * (steps * (steps - 1) // 2)
-        self._now += (
+        return (
             steps * (self.step_time_base + self.per_running * running)
             + self.per_kv_token * kv_tokens
             + self.per_prefill_token * self._new_tokens
         )
+
+    def jump(self, steps: int) -> list[Event]:
+        running = len(self._held)
+        if not running:
+            return []
+        self._now += self.seconds(steps)
         self._prefill_tokens += self._new_tokens
         self._new_tokens = 0
         self._kv_tokens += steps * running

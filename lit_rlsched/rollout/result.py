@@ -160,7 +160,7 @@ def put_off_old(
 
 _RESULTS = (
     *("text", "scores", "extra", "logged", "dropped", "finish_reason"),
-    *("messages", "observation", "environment_state", "given", "waited"),
+    *("messages", "observation", "environment_state", "given", "waited", "tool_seconds"),
 )
 """What follows from the tokens of a completion."""
 

@@ -56,6 +56,8 @@ class _Turn:
     """Decode step in which it has called its tools."""
     kept: Sequence[int] | None = None
     """Its tokens, while its round is over and the next one has not begun it."""
+    left: float | None = None
+    """When it has left its slot to call them."""
 
 
 class Turns:
@@ -100,8 +102,8 @@ class Turns:
     @property
     def pending(self) -> int:
         """Number of completions that wait for their environment."""
-        waiting = sum(turn.state is not State.DECODES for turn in self._turns.values())
-        return waiting + len(self._queue)
+        waiting = [turn for turn in self._turns.values() if turn.state is not State.DECODES]
+        return len(waiting) + len(self._queue)
 
     @property
     def _now(self) -> int:
@@ -144,8 +146,7 @@ class Turns:
         if completion.token_ids:
             turn.again = [] if state else turns_of(completion)
         asked = environment.takes_prompt or prompt.text != NO_PROMPT
-        given = {"prompt": prompt.text} if asked else {}
-        columns: dict[str, Any] = {**given, **prompt.columns}
+        columns: dict[str, Any] = {**({"prompt": prompt.text} if asked else {}), **prompt.columns}
         if self.tools.environments.several:
             del columns[COLUMN]
         if environment.seeded:
@@ -201,7 +202,7 @@ class Turns:
         self.counts["calls"] += len(calls)
         completion.finish_reason = None
         self._wait_for(turn)
-        turn.called = self._now
+        turn.called, turn.left = self._now, time.perf_counter()
         self._scheduler.call(sample.id, calls)
         return None
 
@@ -291,6 +292,9 @@ class Turns:
                     continue
                 turn.due = None
                 self._count_wait(turn)
+                if turn.left is not None:
+                    turn.sample.completion.tool_seconds += time.perf_counter() - turn.left
+                    turn.left = None
             if becomes == "over":
                 turn.sample.completion.finish_reason = turn.reason
             if becomes in ("over", "diverged"):
@@ -455,12 +459,11 @@ class Turns:
     def metrics(self, slot_seconds: float) -> dict[str, float]:
         """Return TRL's `tools/*` of the round, and waits."""
         calls, failed, begun = (self.counts[name] for name in ("calls", "failures", "begun"))
-        unparsed = self.counts["unparsed"] / max(1, self.counts["turns"])
         cache = self._scheduler.cache
         return {
             "tools/call_frequency": calls / max(1, begun),
             "tools/failure_frequency": failed / max(1, calls),
-            "tools/unparsed_frequency": unparsed,
+            "tools/unparsed_frequency": self.counts["unparsed"] / max(1, self.counts["turns"]),
             "tools/cache_hit_rate": cache["hits"] / max(1, cache["lookups"]),
             "tools/control_tokens": float(self.counts["control_tokens"]),
             "tools/wait_ratio": min(1.0, self._waited / slot_seconds) if slot_seconds else 0.0,

@@ -23,7 +23,6 @@ FORWARD = 1 / 3
 
 If the engine's prefill takes longer, a forward pass is supposed to take as long: an update that had
 nothing to compute tells nothing."""
-MOST_LATENCIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +47,6 @@ class Fit:
 
     name: str
     """What it gives the seconds of."""
-    terms: Mapping[str, float]
-    """Seconds for each unit."""
-    observations: int
     error: float
     """Median over the rounds of the relative error of a round's seconds; NaN without any round."""
     worst: float
@@ -118,17 +114,6 @@ def _errors(predicted: Mapping[int, float], measured: Mapping[int, float]) -> tu
     return (float(np.median(off)), max(off)) if off else (float("nan"), float("nan"))
 
 
-def seconds_beside(starts: np.ndarray, ends: np.ndarray, others: Sequence[Span]) -> np.ndarray:
-    """Return the seconds `[N]` of each interval that lie in one of the others."""
-    if not others:
-        return np.zeros(len(starts))
-    edges = np.array(others)
-    lasted = edges[:, 1] - edges[:, 0]
-    total = np.cumsum(lasted)
-    until = np.stack([total - lasted, total], axis=1).ravel()
-    return np.interp(ends, edges.ravel(), until) - np.interp(starts, edges.ravel(), until)
-
-
 def step_fit(
     traces: Traces, intervals: Rows, began: Mapping[int, float | None], warm_up: int
 ) -> tuple[StepCosts, Fit]:
@@ -150,12 +135,9 @@ def step_fit(
         )
     if (late := columns["round"] != warm_up).any():
         columns = {name: column[late] for name, column in columns.items()}
-    model = {
-        "base": columns["decode_steps"].astype(float),
-        "running": columns["running"].astype(float),
-        "kv": columns["kv_tokens"].astype(float),
-        "prefill": columns["prefill_tokens"].astype(float),
-    }
+    names = ("decode_steps", "running", "kv_tokens", "prefill_tokens")
+    figures = [columns[name].astype(float) for name in names]
+    model = dict(zip(("base", "running", "kv", "prefill"), figures, strict=True))
     terms = fitted(model, columns["seconds"])
     gaps = []
     spans: dict[int, list[tuple[float, int, float]]] = {}
@@ -167,8 +149,9 @@ def step_fit(
                 start, end = columns["start"][at].min(), columns["end"][at].max()
                 span = end - start
                 if (moment := began.get(number)) is not None:
-                    edges = np.array([start + moment]), np.array([end + moment])
-                    span -= seconds_beside(*edges, idle.get(engine, []))[0]
+                    start, end = start + moment, end + moment
+                    rests = (min(end, b) - max(start, a) for a, b in idle.get(engine, ()))
+                    span -= sum(max(0.0, rest) for rest in rests)
                 gaps.append((span - seconds) / steps)
                 steady = sum((terms[n] * model[n])[at].sum() for n in model)
                 spans.setdefault(number, []).append((steady, steps, span))
@@ -176,8 +159,7 @@ def step_fit(
     predicted = {n: max(steady + gap * steps for steady, steps, _ in of) for n, of in spans.items()}
     measured = {number: max(span for *_, span in of) for number, of in spans.items()}
     terms["base"] += gap
-    steps = int(columns["steps"].sum())
-    return StepCosts(**terms), Fit("decode step", terms, steps, *_errors(predicted, measured))
+    return StepCosts(**terms), Fit("decode step", *_errors(predicted, measured))
 
 
 def _trainer_seconds(rows: Rows) -> dict[str, dict[int, float]]:
@@ -196,8 +178,8 @@ def _trainer_seconds(rows: Rows) -> dict[str, dict[int, float]]:
 
 def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, float, Fit, float]:
     """Fit the seconds of updates to the positions that were trained on."""
-    table = traces.table("completions")
-    of = {name: np.array(table.column(name).to_pylist()) for name in table.column_names}
+    table, names = traces.table("completions"), ("round", "prompt_tokens", "tokens", "advantage")
+    of = {name: np.array(table.column(name).to_pylist()) for name in (*names, "fate")}
     kept = np.isin(of["fate"], ("stop", "length"))
     trains = kept & (of["advantage"] != 0)
     sizes = (of["prompt_tokens"] + of["tokens"]) * trains
@@ -209,14 +191,14 @@ def update_fit(traces: Traces, seconds: Mapping[int, float]) -> tuple[float, flo
     steps = iterations * traces.about.get("steps_per_round", 1)
     if not len(numbers) or not positions.any():
         usual = _median({n: seconds[n] for n in numbers}) / steps  # with nothing to compute
-        return usual, 0.0, Fit("update", {}, 0, float("nan"), float("nan")), share
+        return usual, 0.0, Fit("update", float("nan"), float("nan")), share
     columns = {"update": np.full(len(numbers), float(steps)), "position": iterations * positions}
     if np.ptp(positions) < 0.05 * positions.max():
         del columns["update"]  # all of one size: that cannot be told from the rest
     terms = {"update": 0.0, **fitted(columns, measured)}
     predicted = steps * terms["update"] + terms["position"] * iterations * positions
     by_round = dict(zip(numbers, predicted.tolist(), strict=True))
-    fit = Fit("update", terms, len(numbers), *_errors(by_round, seconds))
+    fit = Fit("update", *_errors(by_round, seconds))
     return terms["update"], terms["position"], fit, share
 
 
@@ -274,7 +256,6 @@ def calibrated(traces: Traces) -> Costs:
         reads = step.prefill * share / traces.about.get("ranks", 1)
         verify = max(FORWARD * position, reads)
     latencies = [*filter(None, (row["reward_seconds"] for row in completions))] or [0.0]
-    every = -(-len(latencies) // MOST_LATENCIES)
     return Costs(
         step,
         update,
@@ -283,7 +264,7 @@ def calibrated(traces: Traces) -> Costs:
         _median(took["weights"]),
         _median(took["other"]),
         trained,
-        tuple(sorted(latencies)[::every]),
+        tuple(sorted(latencies)),
         None if traces.about.get("async_rewards") else traces.about["reward_workers"],
         (fit, of_update),
     )

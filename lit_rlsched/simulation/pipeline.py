@@ -12,6 +12,8 @@ policy keeps, and how well lengths are predicted, is not known before; shares ar
 
 import heapq
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,7 +30,8 @@ from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.loop import PromptList, simulated_session
-from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.simulation.peers import FirstReadyRound
+from lit_rlsched.simulation.workload import SimulatedTurns, Workload
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import (
     ENVIRONMENT,
@@ -84,14 +87,13 @@ class SimulatedRound:
     idle_slot_steps: int
     prompts: float
     """Prompts trained on; one whose completions are in several rounds counts in parts."""
-    completions: int
     trained_tokens: int
     drawn_tokens: int
     """Tokens drawn, with those that were discarded."""
     discarded_tokens: int
-    stale_tokens: int
-    """Tokens that were trained on, and drawn by an earlier policy."""
     peak_kv: int
+    ages: Counter[float]
+    """Tokens that were trained on, by the number of rounds since they were drawn."""
 
 
 @dataclass(slots=True)
@@ -112,18 +114,25 @@ class Outcome:
     """Discarded tokens over all tokens drawn."""
     stale_share: float = field(init=False)
     """Tokens of earlier policies among those trained on."""
+    age: float = field(init=False)
+    """Mean age of the tokens trained on, in rounds."""
+    oldest: float = field(init=False)
+    """Age of the oldest of them."""
     peak_kv: int = field(init=False)
     """Most tokens in the key-value cache of an engine."""
 
     def __post_init__(self) -> None:
-        names = (figure.name for figure in fields(SimulatedRound))
+        *names, _ = (figure.name for figure in fields(SimulatedRound))
         total = {name: float(sum(getattr(of, name) for of in self.rounds)) for name in names}
+        ages = sum((of.ages for of in self.rounds), Counter[float]())
         prompts = max(1.0, total["prompts"])
         self.seconds = total["seconds"] * self.prompts_per_update / prompts
         self.decode_steps = total["decode_steps"] * self.prompts_per_update / prompts
         self.idle_share = total["idle_slot_steps"] / max(1.0, total["slot_steps"])
         self.discarded_share = total["discarded_tokens"] / max(1.0, total["drawn_tokens"])
-        self.stale_share = total["stale_tokens"] / max(1.0, total["trained_tokens"])
+        self.stale_share = 1 - ages[0] / max(1, ages.total())
+        self.age = sum(age * tokens for age, tokens in ages.items()) / max(1, ages.total())
+        self.oldest = max(ages, default=0)
         self.peak_kv = max(of.peak_kv for of in self.rounds)
 
 
@@ -152,15 +161,27 @@ class _Engine(SimulatedEngine):
             stream=False,
         )
         self.share, self.keeps_all = step.cached, pipeline.keeps_cache
+        self._pipeline = pipeline
         self.begun: set[str] = set()
-        """Groups that have had a slot in this round."""
+        """Groups and completions that have had a slot in this round."""
 
     def prefilled(self, request: Request) -> int:
         if self.keeps_all and request.prefix_ids:
             return 0
+        whole = super().prefilled(request)
         known = len(request.prompt_ids) if request.group in self.begun else 0
-        self.begun.add(request.group)
-        return super().prefilled(request) - round(self.share * known)
+        if request.id in self.begun:  # it comes back with a reply
+            last = self._pipeline.samples[request.id].completion.segments[-1:]
+            known = whole - sum(n for author, n in last if author == ENVIRONMENT)
+        self.begun |= {request.group, request.id}
+        return whole - round(self.share * known)
+
+    def steps_to_event(self) -> int:
+        steps, now, turns = super().steps_to_event(), self.now(), self._pipeline.turns
+        for moment in (self._pipeline.update_ends, math.inf if turns is None else turns.due):
+            if moment > now:  # the loop acts then
+                steps = min(steps, 1 + bisect_left(range(1, steps), moment - now, key=self.seconds))
+        return steps
 
 
 @dataclass(eq=False)
@@ -185,12 +206,13 @@ class _Round(RoundHooks):
 
         The new policy reads all drafts; those that are cut are read by each policy that drew them.
         """
-        pipeline = self.pipeline
+        pipeline, audit = self.pipeline, DraftAudit()
         for sample in _samples(groups):
             completion = sample.completion
             if (draft := completion.draft) is None:
                 continue
             completion.draft, tokens, passes = None, len(draft.token_ids), 1
+            audit.tokens += tokens
             positions = len(sample.group.prompt.token_ids) + tokens
             accepted = math.prod(
                 pipeline.machine.accepts((version - author) / pipeline.steps) ** (n / tokens)
@@ -201,9 +223,10 @@ class _Round(RoundHooks):
                 passes += len({*draft.versions})
                 tokens = int(tokens * (chance - accepted) / (1 - accepted))
             self.verified += passes * positions
+            audit.accepted_tokens += tokens
             kept, whole = LengthOnly(tokens), tokens >= pipeline.length(sample.id, tokens)
             completion.take(Event("", kept, kept, "stop" if whole else None), version)
-        return DraftAudit()
+        return audit
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
         final, state.final = state.final, len(state.decoded)  # after a step, not the next event
@@ -229,8 +252,11 @@ class _Guesses:
             other = lengths[stable_hash(sample.id, "guess") % len(lengths)]
             guess = other[stable_hash(sample.id) % len(other)]
             total = self.work.length(sample) ** self.weight * guess ** (1 - self.weight)
-            expected.append(float(max(1.0, total - len(sample.completion.token_ids))))
+            expected.append(float(max(1.0, total - sample.completion.drawn)))
         return expected
+
+    def waits(self, sample: Sample) -> float:
+        return 0.0
 
     def end_round(self, *_: Any) -> dict[str, float]:
         return {}  # nothing is learned
@@ -257,6 +283,10 @@ class Pipeline:
     """Completions of the round, by id."""
     steps: int = field(init=False)
     """Optimizer steps of a round: its last policy version is so many above its first."""
+    update_ends: float = field(init=False, default=0.0)
+    """When the update beside the round ends, by the engines' clocks, if its rule waits for that."""
+    turns: SimulatedTurns | None = field(init=False, default=None)
+    """Lets completions wait for their tools, if they call any."""
 
     def __post_init__(self) -> None:
         schedule, machine = self.schedule, self.machine
@@ -280,21 +310,26 @@ class Pipeline:
             lambda: Admission(each, refill, order),
             lengths,
         )
+        if self.work.calls_tools:
+            turns: Any = SimulatedTurns(self.work, self._engines)
+            self.turns = self._session.turns = turns
         self._prompts = PromptList(self.work.visits())
         source = self.source or self._prompts
         self._pool = Pool(Sampling(self.work.limit), self.num_generations, source)
 
     def length(self, name: str, least: int = 0) -> int:
-        """Return the tokens of a completion of the round when it ends, `least` or more."""
-        return min(max(self.work.length(self.samples[name]), least), self.work.limit)
+        """Return the tokens of a completion when its turn ends, `least` or more."""
+        sample = self.samples[name]
+        replies = len(sample.completion.token_ids) - sample.completion.drawn
+        return min(max(self.work.next_call(sample).at + replies, least), self.work.limit)
 
     def run(self, rounds: int, warm_up: int = 0) -> Outcome:
         """Simulate rounds, of which the first `warm_up` do not count."""
         simulated = [*self._rounds(rounds + warm_up)]
         tokens = sum(each.trained_tokens for each in simulated)
-        trained = tokens / max(1, sum(each.completions for each in simulated))
+        completions = self.num_generations * sum(each.prompts for each in simulated)
         prompts = self._prompts.drawn or len(self.work.lengths)
-        bias = trained / self.work.mean_length(prompts, self.num_generations)
+        bias = tokens / max(1, completions) / self.work.mean_length(prompts, self.num_generations)
         return Outcome(simulated[warm_up:], self.schedule.rule.update_prompts, bias)
 
     def _rounds(self, number_of: int) -> Iterator[SimulatedRound]:
@@ -307,21 +342,27 @@ class Pipeline:
             seconds = 0.0
             if self.schedule.ahead:
                 seconds = 0.0 if number else rollout
-                following = self._draw(number * self.steps)
+                following = self._draw(number * self.steps, update)
                 rollout = self._rollout(following)
                 overlap = min(rollout, update)
             else:
                 overlap = self._streamed(current, rollout, update)
             seconds += rollout + update + (lost - 1) * overlap
-            yield self._figures(current, number * self.steps, seconds, rollout, update)
+            figures = self._figures(current, number * self.steps, seconds, rollout, update)
+            if self.turns is not None:  # tools run on while the engines rest
+                self.turns.rest(figures.seconds - rollout)
+            yield figures
 
-    def _draw(self, version: int) -> _Round:
+    def _draw(self, version: int, beside: float = 0.0) -> _Round:
         for engine in self._engines:
             engine.begun.clear()
         rule, current = self.schedule.rule, _Round(self)
         groups = self._pool.plan(rule)
         assert groups, "the prompts never end"
         rollout = Rollout(self._session, groups, version, rule, current)
+        if isinstance(rule, FirstReadyRound) and rule.most_age is not None:
+            self.update_ends = self._engines[0].now() + beside
+            rule.updating = lambda: rollout.trace.seconds < beside
         rollout.load_weights()
         rollout.run()
         current.state, current.result = rollout.state, rollout.result()
@@ -375,12 +416,13 @@ class Pipeline:
         self, current: _Round, version: int, seconds: float, rollout: float, update: float
     ) -> SimulatedRound:
         trace, result, trained = current.result.trace, current.result, current.trained
-        tokens = stale = 0
+        ages = Counter[float]()
         for sample in trained:
             for author, n in sample.completion.segments:
                 if author != ENVIRONMENT:
-                    tokens += n
-                    stale += n * (author < version)
+                    ages[(version - author) / self.steps] += n
+        stays = {group.id for group in (*result.trained, *result.left)}
+        dropped = _samples([group for group in result.planned if group.id not in stays])
         around = self.costs.sync + self.costs.other + self.costs.verify * current.verified
         return SimulatedRound(
             seconds + around,
@@ -392,10 +434,9 @@ class Pipeline:
             trace.slot_steps,
             trace.slot_steps - trace.busy_slot_steps,
             len(trained) / self.num_generations,
-            len(trained),
-            tokens,
-            sum(each.tokens for each in result.ran),
-            result.discarded_tokens,
-            stale,
+            ages.total(),
+            trace.tokens,
+            result.discarded_tokens + sum(sample.completion.drawn for sample in dropped),
             int(max(trace.steps["kv_tokens"], default=0)),
+            ages,
         )

@@ -17,7 +17,7 @@ from placements import on_ray
 from seen_rounds import Policies, Rounds, vector
 from transformers import AutoTokenizer
 from worlds import CHATS as ROWS
-from worlds import Troubled, lengths, look, notes, one
+from worlds import Troubled, lengths, look, notes, one, wait_and_look
 
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import (
@@ -26,14 +26,17 @@ from lit_rlsched.callbacks import (
     DownSampling,
     LengthPrediction,
     MicroGroupSampling,
+    RolloutLogger,
     RolloutWindow,
     SortedBatching,
     TailBatching,
 )
+from lit_rlsched.cli.simulate import simulate
 from lit_rlsched.data.prompts import tokenize
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.engines import ProcessEngine, RayEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.environments.protocol import Environments
+from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import ENVIRONMENT, Sample
 
@@ -115,6 +118,17 @@ def test_a_run_with_tools_masks_their_replies(run):
     metrics = rounds[0].metrics
     assert metrics["tools/call_frequency"] > 0.25
     assert metrics["tools/failure_frequency"] == 0
+
+
+def test_waits_for_tools_are_simulated_from_the_traces(run, tmp_path):
+    run(RolloutLogger(num_completions=0), tools=[wait_and_look], rewards=[lengths])
+    for row in Traces(tmp_path).rows("completions"):
+        replies = [n for n in row["turns"] if n < 0]
+        assert row["tokens"] == row["drawn"] - sum(replies) == sum(map(abs, row["turns"]))
+        assert row["tool_seconds"] > 0 or not replies
+    said = simulate(str(tmp_path), rounds=2, most_callbacks=1)
+    assert "without tools" not in said  # there are calls
+    assert "too_old='verify'): Tools with" in said.partition("Not simulated:")[2]
 
 
 def assert_same(weights, others):

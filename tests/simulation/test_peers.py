@@ -48,10 +48,7 @@ def test_the_slowest_of_three_are_dropped():
 def test_the_slowest_of_three_go_on_first():
     """6 has 4 tokens after the first round, and ends with the second step of the next."""
     outcome = rounds("oversample_partial", slots=3, number=3)
-    assert figures(outcome, "decode_steps", "trained_tokens", "stale_tokens")[:2] == [
-        (4, 6, 0),
-        (2, 7, 4),
-    ]
+    assert figures(outcome, "decode_steps", "ages")[:2] == [(4, {0: 6}), (2, {0: 3, 1: 4})]
     assert outcome.discarded_share == 0
 
 
@@ -78,7 +75,7 @@ def test_the_next_batch_is_drawn_during_the_update():
     """Rollouts take 4, 6, 5 and 2 steps, updates 5.5 seconds."""
     outcome = rounds("one_step_off", slots=2, number=3, update=5.5)
     assert figures(outcome, "seconds") == [(4 + 6,), (5.5,), (5.5,)]
-    assert figures(outcome, "stale_tokens", "trained_tokens") == [(0, 6), (7, 7), (8, 8)]
+    assert figures(outcome, "ages") == [({0: 6},), ({1: 7},), ({1: 8},)]
 
 
 def test_ready_prompts_overtake_within_a_window():
@@ -90,13 +87,12 @@ def test_ready_prompts_overtake_within_a_window():
     assert figures(outcome, "decode_steps", "trained_tokens") == [(1, 2)]
 
 
-def test_the_longest_first_ends_earlier():
-    for name, steps in (("fcfs_all", 5), ("oracle_lpt", 4)):
-        outcome = rounds(name, slots=2, lengths=[1, 1, 4], number=1, prompts=3)
-        assert figures(outcome, "decode_steps") == [(steps,)]
-
-
-def test_each_has_a_source():
-    assert {"fcfs_all", "oversample_abort", "oversample_partial", "group_fifo"} < PEERS.keys()
-    assert {"one_step_off", "windowed_fifo", "in_flight", "oracle_lpt"} < PEERS.keys()
-    assert all(len(peer.source) > 20 for peer in PEERS.values())
+def test_groups_that_are_too_old_are_thrown_away():
+    """Four prompts are in flight. The 9 is not ready four updates later, and not drawn again. An
+    update that takes as long as four prompts leaves three of them behind in the long run."""
+    lengths = [9] + [1] * 99
+    quick = rounds("discard_stale", slots=8, lengths=lengths, number=40, prompts=1)
+    assert max(each.discarded_tokens for each in quick.rounds) >= 9
+    assert {each.trained_tokens for each in quick.rounds} == {1} and quick.oldest <= 4
+    slow = rounds("discard_stale", slots=1, lengths=[1], number=20, prompts=1, update=4.0)
+    assert figures(slow, "seconds", "discarded_tokens", "ages")[-9:] == [(4, 3, {4: 1})] * 9

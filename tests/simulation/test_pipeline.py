@@ -1,12 +1,14 @@
 """Seconds of rounds by hand: what waits for what, what overlaps, and what drafts cost."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.simulation.costs import Costs, StepCosts
 from lit_rlsched.simulation.peers import PEERS, FirstReadyRound
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
-from lit_rlsched.simulation.workload import Workload
+from lit_rlsched.simulation.workload import Length, Workload
 from lit_rlsched.training.schedule import Schedule
 
 UNIT = StepCosts(base=1.0, running=0.0, kv=0.0, prefill=0.0)
@@ -17,9 +19,9 @@ NOTHING = {"update": 0.0, "position": 0.0, "verify": 0.0, "sync": 0.0, "other": 
 EIGHT = Machine(8)
 
 
-def outcome(schedule, lengths, number, machine=EIGHT, step=UNIT, steps=1, **costs):
+def outcome(schedule, lengths, number, machine=EIGHT, step=UNIT, steps=1, limit=99, **costs):
     """Rounds of prompts with these completions, two to a prompt."""
-    work = Workload(lengths, [PROMPT] * len(lengths), 99)
+    work = Workload(lengths, [PROMPT] * len(lengths), limit)
     costs = Costs(step, **NOTHING | costs)
     return Pipeline(schedule, work, costs, machine, len(lengths[0]), steps).run(number)
 
@@ -35,7 +37,7 @@ def test_both_are_slower_while_both_work(slowdown, expected):
     found = outcome(schedule, [[8, 8]], 4, machine, update=5.0, sync=1.0)
     assert [each.seconds for each in found.rounds[1:]] == [expected + 1] * 3
     assert found.rounds[0].seconds == expected + 8 + 1  # with the first rollout
-    assert [each.stale_tokens for each in found.rounds] == [0, 32, 32, 32]
+    assert [each.ages for each in found.rounds] == [{0: 32}, {1: 32}, {1: 32}, {1: 32}]
 
 
 @pytest.mark.parametrize(("steps", "updates"), [(1, 5.0), (3, 15.0)])
@@ -78,7 +80,7 @@ def test_what_a_draft_costs(accepted, kept, passes):
         assert second.decode_steps == 7 - kept
     else:
         assert 4 < second.decode_steps <= 7
-    assert second.stale_tokens == 0 and second.trained_tokens == 7
+    assert second.ages == {0: 7} and second.discarded_tokens == 3 - (7 - second.decode_steps)
 
 
 def test_each_policy_that_drew_a_draft_reads_it_if_it_is_cut():
@@ -118,3 +120,60 @@ def test_scores_are_awaited():
     costs = {"reward": (3.0,), "reward_workers": 2}
     found = outcome(Schedule(FullRound(2)), [[8, 8]], 1, **costs)
     assert found.rounds[0].seconds == 8 + 2 * 3
+
+
+RULES = [FullRound(2), Verified(2, 4), FirstReadyRound(2, 4, most_age=1)]
+RULES += [FirstReadyRound(2, 4, keeps) for keeps in ("all", "unfinished", "nothing")]
+
+
+@given(st.lists(st.integers(1, 20), min_size=5, max_size=9), st.sampled_from(RULES))
+def test_each_token_is_trained_on_discarded_or_kept(lengths, rule):
+    work = Workload([[n] for n in lengths], [PROMPT] * len(lengths), 99)
+    pipeline = Pipeline(Schedule(rule), work, Costs(UNIT), Machine(3, accepted=0.5), 1)
+    rounds = pipeline.run(6).rounds
+    known = sum(each.trained_tokens + each.discarded_tokens for each in rounds)
+    assert sum(each.drawn_tokens for each in rounds) == known + pipeline._pool.tokens
+
+
+def calling(drawn, seconds, reply=1):
+    """A completion that waits so long for a reply after each of its parts but the last."""
+    turns = [n for part in drawn for n in (part, -reply)][:-1]
+    return Length.of(sum(drawn), turns, seconds * (len(drawn) - 1))
+
+
+PARTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+COMPLETIONS = st.lists(st.tuples(PARTS, st.integers(0, 20)), min_size=2, max_size=6)
+
+
+@given(COMPLETIONS, st.sampled_from([1, 2]))
+def test_a_round_lasts_until_all_have_drawn_and_waited(completions, engines):
+    lengths, machine = [[calling(*of)] for of in completions], Machine(12, engines)
+    found = outcome(Schedule(FullRound(len(lengths))), lengths, 2, machine)
+    last = max(sum(drawn) + seconds * (len(drawn) - 1) for drawn, seconds in completions)
+    tokens = sum(sum(drawn) for drawn, _ in completions)
+    for of in found.rounds:
+        assert (of.seconds, of.trained_tokens, of.drawn_tokens) == (last, tokens, tokens)
+
+
+def test_who_waits_for_a_tool_holds_no_slot():
+    """3 steps; 4 of the other; a second in which both are over or wait; 2 steps."""
+    found = outcome(Schedule(FullRound(2)), [[calling([3, 2], 5)], [4]], 1, Machine(1))
+    assert found.rounds[0].seconds == 3 + 4 + 1 + 2 and found.rounds[0].decode_steps == 9
+
+
+def test_tools_run_on_between_two_rounds():
+    """The call after 2 steps takes until second 12; the first round ends after 4, its update 5
+    seconds later, and the next round 3 seconds and 3 steps after that."""
+    rule = Schedule(FirstReadyRound(1, 3))
+    lengths = [[calling([2, 3], 10)], [4], [40], [40]]
+    first, second = outcome(rule, lengths, 2, update=5.0).rounds
+    assert (first.seconds, second.seconds) == (4 + 5, 3 + 3 + 5)
+    assert second.ages == {1: 2, 0: 3}
+
+
+def test_what_is_read_when_a_reply_comes():
+    """The prompt; the reply, as the rest is in the cache; and nothing of one that does not fit."""
+    step = StepCosts(0.0, 0.0, 0.0, prefill=1.0, cached=1.0)
+    length = calling([3, 2, 4], 0, reply=4)
+    found = outcome(Schedule(FullRound(1)), [[length]], 1, step=step, limit=13)
+    assert found.rounds[0].seconds == PROMPT + 4 and found.rounds[0].trained_tokens == 3 + 2

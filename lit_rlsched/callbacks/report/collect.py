@@ -84,7 +84,7 @@ def run_data(
                 shares = (of.idle_share, of.discarded_share, of.stale_share, of.length_bias)
                 figures = (of.seconds, of.decode_steps, *shares, of.peak_kv)
                 schedules.append([named(row, own, took), *map(rounded, figures)])
-            notes += missing(about) if schedules else []
+            notes += missing(setting) if setting is not None else []
         except UsageError as error:
             notes.append(f"No other schedule was simulated: {error}")
     notes += _missing(traces, rounds, lines)

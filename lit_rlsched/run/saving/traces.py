@@ -91,6 +91,8 @@ def _completions(run: TrainingRun, round: Round) -> list[dict[str, Any]]:
             "advantage": completion.advantage,
             "reward_seconds": completion.reward_seconds,
             "waited": completion.waited,
+            "turns": [-n if by == ENVIRONMENT else n for by, n in completion.segments],
+            "tool_seconds": completion.tool_seconds,
             "deferred": group.deferred,
             "attempts": completion.attempts,
             "fate": completion.dropped or completion.finish_reason,
