@@ -3,11 +3,10 @@
     python -m benchmarks run twin
     make real-model; python -m benchmarks run twin --measure 12
 
-All is simulated, and the costs are computed: a decode step reads 3 or 14 GB of weights and its
-caches at 3.35 TB/s, and the host takes 7 ms; a forward pass takes two operations for each parameter
-and token at 40 % of 1 PFLOP/s, an update three of them. Lengths are log-normal. On shared devices
-engine and trainer take turns, and no gradients are streamed. `few rows` is the shape of these rows
-of `papers`, with its lengths and the costs of the plain one on an EPYC with AVX-512.
+All is simulated, and the costs are those that `lit-rlsched simulate --gpu h100` computes. Lengths
+are log-normal. On shared devices engine and trainer take turns, and no gradients are streamed.
+`few rows` is the shape of these rows of `papers`, with its lengths and the costs of the plain one
+on an EPYC with AVX-512.
 
 `--accepted` is the share of drafts that a policy one round younger accepts whole, perhaps followed
 by those of policies two, three, ... rounds younger; of older drafts as much per round. The new
@@ -30,14 +29,17 @@ from benchmarks.papers.rows import MODEL, callbacks, recorded_lengths
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.simulation.costs import Costs, StepCosts
+from lit_rlsched.simulation.costs import Costs, StepCosts, computed
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import PROMPT_TOKENS, Workload
 
 FEW = "few rows"
 SIZES: dict[str, dict[str, int]] = {
     "1.5B": {"slots": 256, "prompts_per_round": 32, "max_completion_length": 4096},
-    "7B": {"slots": 512, "prompts_per_round": 64, "max_completion_length": 8192, "engines": 8},
+    "7B": {
+        **{"slots": 512, "engines": 8, "ranks": 8, "prompts_per_round": 64},
+        "max_completion_length": 8192,
+    },
     FEW: {
         **{"slots": 8, "prompts_per_round": 2, "num_generations": 4},
         "max_completion_length": 512,
@@ -45,13 +47,10 @@ SIZES: dict[str, dict[str, int]] = {
 }
 LENGTHS = {"1.5B": (600, 1.0), "7B": (1500, 0.8)}
 """Median and sigma."""
-STEPS = {
-    "1.5B": StepCosts(base=8e-3, running=1e-5, kv=8.4e-9, prefill=7.5e-6),
-    "7B": StepCosts(base=1.2e-2, running=1e-5, kv=3.9e-8, prefill=3.5e-5),
-    FEW: StepCosts(base=4.65e-2, running=1.5e-3, kv=4.6e-6, prefill=3.6e-3),
-}
-POSITION = {"1.5B": 2.3e-5, "7B": 1.05e-4 / 8, FEW: 7.7e-3}
-"""Seconds of an update for each position; 7B trains on eight devices."""
+PARAMETERS = {"1.5B": 1.5e9, "7B": 7e9}
+STEP = StepCosts(base=4.65e-2, running=1.5e-3, kv=4.6e-6, prefill=3.6e-3)
+COSTS = Costs(STEP, 0.05, position=7.7e-3, verify=7.7e-3 / 3, sync=0.3, other=0.1)
+"""Of `few rows`."""
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *(
         ("RolloutWindow", {"prompts_in_flight": rounds, "overtake": overtake})
@@ -84,12 +83,11 @@ def simulate(
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
     if model == FEW:
-        lengths = [*recorded_lengths().values()]
+        lengths, costs = [*recorded_lengths().values()], COSTS
         work = Workload(lengths, [PROMPT_TOKENS] * len(lengths), limit).shuffled(0)
     else:
         work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
-    position = POSITION[model]
-    costs = Costs(STEPS[model], 0.05, position, verify=position / 3, sync=0.3, other=0.1)
+        costs = computed("h100", PARAMETERS[model], about["ranks"], Costs())
     machine = Machine(about["slots"], about["engines"], 2.0 if shared else 1.0, 0.5, accepted)
     setting, facts = Setting(about, work, costs, machine, rounds), beside(facts_of(about))
     yield "plain", setting.outcome(make_schedule([], facts))

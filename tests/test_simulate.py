@@ -132,6 +132,9 @@ def test_candidates_are_made_again_from_their_overlays():
         ({"lengths": LENGTHS, "slots": 0}, "slots"),
         ({"lengths": LENGTHS, "slots": 5, "engines": 2}, "cannot be divided among 2 engines"),
         ({"trace": "."}, "holds no traces"),
+        ({"lengths": LENGTHS, "gpu": "h100"}, "`--gpu h100` with `--parameters None`: give both"),
+        ({"lengths": LENGTHS, "parameters": 1e9}, "`--gpu None` with `--parameters 1000000000.0`"),
+        ({"lengths": LENGTHS, "gpu": "h10", "parameters": 1e9}, "not known. Did you mean `h100`"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, why):

@@ -33,7 +33,7 @@ from lit_rlsched.run.saving.traces import FACTS
 from lit_rlsched.run.switches import facts_from, make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_ranges
-from lit_rlsched.simulation.costs import Costs, calibrated
+from lit_rlsched.simulation.costs import Costs, calibrated, computed
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
@@ -64,6 +64,8 @@ def simulate(
     rank_correlation: float = 0.5,
     accepted: float = 0.95,
     seed: int = 0,
+    gpu: str | None = None,
+    parameters: float | None = None,
     overlay: str | None = None,
 ) -> str:
     """Simulate every schedule on the lengths of a run or on others, and recommend one.
@@ -90,6 +92,9 @@ def simulate(
         rank_correlation: How well lengths are predicted, from 0 to 1.
         accepted: Share of drafts that the next policy accepts whole; of older ones, for each round.
         seed: Seed of lengths from a distribution, and of the order of a run's prompts.
+        gpu: Compute what steps cost on this GPU instead of measuring it: `a100`, `h100`, `h200`,
+            `b200` or `l40s`; one for each engine and each rank.
+        parameters: Parameters of the model for `gpu`, such as 1.5e9.
         overlay: File for the configuration of the recommended schedule.
     """
     sizes = dict(locals())
@@ -98,6 +103,11 @@ def simulate(
         raise UsageError(
             "`lit-rlsched simulate` needs lengths. Give `--trace RUN`, the folder of a run, or "
             "`--lengths lognormal:median=400,sigma=1`."
+        )
+    if (gpu is None) != (parameters is None):
+        raise UsageError(
+            f"`--gpu {gpu}` with `--parameters {parameters}`: give both, such as `--gpu h100 "
+            "--parameters 1.5e9`, or none of them."
         )
     given = {n: v for n, v in sizes.items() if n in DEFAULTS and v is not None}
     traces = None if trace is None else Traces(trace)
@@ -110,6 +120,9 @@ def simulate(
     more = about["ranks"] / before["ranks"]
     costs = replace(costs, position=costs.position / more, verify=costs.verify / more)
     said = "made-up costs" if trace is None else f"costs fitted to the newest rounds of `{trace}`"
+    if gpu is not None and parameters is not None:
+        costs = computed(gpu, parameters, about["ranks"], costs)
+        said = f"costs computed for {parameters:.3g} parameters on {gpu}, not those of a run"
     machine = Machine(about["slots"], about["engines"], slowdown, rank_correlation, accepted)
     work = _workload(lengths, newest, about, rounds + WARM_UP, seed)
     setting = Setting(about, work, costs, machine, rounds)
@@ -124,7 +137,7 @@ def simulate(
     plain = next(row.outcome for row in rows if row.name == PLAIN)
     best = recommended(rows, wanted)
     own, took = None, None
-    if traces is not None and newest is not None and about == before and not lengths:
+    if traces is not None and newest is not None and about == before and not (lengths or gpu):
         own, took = own_schedule(traces, rows), measured(newest)
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:

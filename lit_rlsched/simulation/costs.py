@@ -10,7 +10,7 @@ import numpy as np
 
 from lit_rlsched.scheduling.timeline import DECODE, TRAINER, Span, union
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.settings import UsageError
+from lit_rlsched.settings import UsageError, did_you_mean
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a table of the traces."""
@@ -23,6 +23,14 @@ FORWARD = 1 / 3
 
 If the engine's prefill takes longer, a forward pass is supposed to take as long: an update that had
 nothing to compute tells nothing."""
+GPUS = {
+    "a100": (2.039e12, 3.12e14),  # of 80 GB
+    "h100": (3.35e12, 9.89e14),
+    "h200": (4.8e12, 9.89e14),
+    "b200": (8e12, 2.25e15),  # an eighth of a DGX B200
+    "l40s": (8.64e11, 3.62e14),
+}
+"""Bytes of memory and dense bfloat16 operations a second, from NVIDIA's data sheets (SXM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,25 @@ class Costs:
     """Calls at the same time; `None`: any number, as of functions that wait for a network."""
     fits: tuple[Fit, ...] = ()
     """The models that these figures come from."""
+
+
+def computed(gpu: str, parameters: float, ranks: int, before: Costs) -> Costs:
+    """Return costs in bfloat16, with a GPU for each engine and rank; what it does not decide stays.
+
+    A decode step reads weights and cache at 85 % of the bandwidth, and the host needs 7 ms. Two
+    operations for each token and parameter, at 40 % of what the GPU can do, are a forward pass,
+    three of which are an update.
+    """
+    if gpu not in GPUS:
+        near = did_you_mean(gpu, GPUS)
+        raise UsageError(f"`--gpu {gpu}` is not known.{near} Use one of {', '.join(GPUS)}.")
+    bandwidth, operations = GPUS[gpu]
+    base = 7e-3 + 2 * parameters / (0.85 * bandwidth)
+    kv = 1.6e-5 * parameters / (0.85 * bandwidth)  # bytes of a token: 131 KB in Llama 3 8B
+    forward = 2 * parameters / (0.4 * operations)
+    step = replace(before.step, base=base, running=1e-5, kv=kv, prefill=forward)
+    costs = replace(before, step=step, update=0.05, sync=0.3, other=0.1, fits=())
+    return replace(costs, position=forward / FORWARD / ranks, verify=forward / ranks)
 
 
 def fitted(columns: Mapping[str, np.ndarray], seconds: np.ndarray) -> dict[str, float]:

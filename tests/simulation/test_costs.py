@@ -15,6 +15,7 @@ from lit_rlsched.simulation.costs import (
     Costs,
     StepCosts,
     calibrated,
+    computed,
     fitted,
     verify_cost,
 )
@@ -178,6 +179,15 @@ def test_a_run_whose_rewards_are_all_equal_has_no_update_to_fit(tmp_path):
     tokens, groups = sum(row["tokens"] for row in rows), 6
     share = (tokens + 30 * groups) / (tokens + 30 * len(rows))
     assert costs.verify == pytest.approx(costs.step.prefill * share) and costs.step.prefill > 0
+
+
+def test_computed_costs_are_those_of_the_data_sheet():
+    """An H100 reads 3 GB of weights, and 24 KB of cache for a token, at 85 % of 3.35 TB/s."""
+    costs = computed("h100", 1.5e9, 2, Costs(reward=(2.0,)))
+    step, passes = (costs.step.base, costs.step.kv), (costs.step.prefill, costs.position)
+    assert step == pytest.approx((7e-3 + 3e9 / 2.85e12, 24e3 / 2.85e12), rel=0.01)
+    assert passes == pytest.approx((3e9 / 4e14, 3 * 3e9 / 4e14 / 2), rel=0.02)
+    assert costs.reward == (2.0,)
 
 
 def test_a_run_without_steps_is_refused(tmp_path):

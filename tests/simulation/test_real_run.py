@@ -37,6 +37,8 @@ def test_the_counts_of_each_round_are_those_of_the_run(fit, tmp_path, callbacks)
         assert ours.trained_tokens == metrics["rollout/tokens"]
     said = simulate(str(tmp_path), most_callbacks=1, rounds=2)
     assert "Decode step: seconds off by" in said and "Measured: " in said
+    said = simulate(str(tmp_path), most_callbacks=1, rounds=2, gpu="h100", parameters=1e9)
+    assert "costs computed for 1e+09 parameters" in said and "Measured: " not in said
 
 
 @pytest.mark.slow
