@@ -61,6 +61,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("AsyncRollout", {}),
     ("AsyncRollout", {"max_staleness": 2, "too_old": "wait"}),
+    ("AsyncRollout", {"max_staleness": 2, "too_old": "wait", "prompts_in_flight": 2}),
     ("AsyncRollout", {"max_staleness": 1, "too_old": "wait", "prompts_in_flight": 1}),
     *(
         ("SortedBatching", {"mode": mode, "pool_rounds": rounds})

@@ -21,15 +21,8 @@ from benchmarks.common import run_module
 from benchmarks.environments import ours, theirs
 
 FIGURES = (
-    "seconds",
-    "rollout",
-    "tokens",
-    "call_frequency",
-    "decode_steps",
-    "bubble_ratio",
-    "wait_ratio",
-    "prefill_tokens",
-    "new_tokens",
+    *("seconds", "rollout", "tokens", "call_frequency", "decode_steps"),
+    *("bubble_ratio", "wait_ratio", "prefill_tokens", "new_tokens"),
 )
 
 
