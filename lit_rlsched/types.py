@@ -149,6 +149,19 @@ class Draft:
         """Versions of the policies that drew it, in order."""
         return tuple(dict.fromkeys(v for v, _ in self.segments if v != ENVIRONMENT))
 
+    def kept(self, tokens: int, version: int) -> list[tuple[int, int]]:
+        """Return the segments of its first tokens once they are a policy version's own."""
+        found: list[tuple[int, int]] = []
+        for author, length in self.segments:
+            length = min(length, tokens)
+            tokens -= length
+            by = ENVIRONMENT if author == ENVIRONMENT else version
+            if found and found[-1][0] == by:
+                found[-1] = by, found[-1][1] + length
+            elif length:
+                found.append((by, length))
+        return found
+
 
 def no_ids() -> "array[int]":
     """Make an array for token ids: 4 bytes each, where a list takes 36."""

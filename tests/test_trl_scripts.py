@@ -266,10 +266,6 @@ def test_entries_of_a_setting_are_used_or_answered():
         ({"peft_config": LoraConfig(target_modules=["q_proj"], use_dora=True)}, "use_dora"),
         ({"peft_config": LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)}, "dropout"),
         ({"of": ASYNC, "args": {"max_inflight_tasks": 7}}, r"tasks=7\).*Micro.*in_flight=0"),
-        (
-            {"of": ASYNC, "args": {"max_inflight_tasks": 40}, "environment_factory": Words},
-            "use 1 to 4, or a larger `max_staleness`",
-        ),
         ({"of": ASYNC, "args": {"max_staleness": 0}}, "max_staleness=0"),
         ({"of": ASYNC, "args": {"weight_sync_steps": 0}}, "Change .*`weight_sync_steps`"),
         ({"of": ASYNC, "args": {"vllm_server_base_url": "http://a"}}, "in a process of its own"),

@@ -216,11 +216,11 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
 
     def close(self, key: Hashable) -> None:
         """End a session, whatever it waits for."""
-        self._suspects.discard(key)
         session = self._sessions.pop(key, None)
         if session is None:
             return
         self._came = [answer for answer in self._came if answer.key != key]
+        self._suspects.discard(key)
         if session.worker is not None and session.waits_for is not None:
             session.key = None  # it ends with its answer, or when its time is up
             return
@@ -230,6 +230,11 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
             del session.worker.sessions[session.number]
             session.worker.send(("close", session.number))
         self._feed()
+
+    def forget(self, key: Hashable) -> None:
+        """End a session, which is not opened again."""
+        self.close(key)
+        self._suspects.discard(key)
 
     def _ask(
         self, session: EnvSession, what: str, *given: Any, seconds: float | None = None

@@ -178,13 +178,12 @@ class Turns:
                 self._forget(turn)
         self._waited, self._noted = 0.0, time.perf_counter()
 
-    def ended(self, sample: Sample, step: int | None = None) -> Next | None:
+    def ended(self, sample: Sample, step: int) -> Next | None:
         """Ask the environment of a completion whose turn has ended, if there is something to ask.
 
         It calls tools, or it is over and reward functions are called with its environment.
         """
-        if step is not None:
-            self._step = step
+        self._step = step
         turn = self._turns[sample.id]
         becomes: Next | None = "lost" if turn.lost else self._ask(turn)
         if becomes == "over":
@@ -424,7 +423,8 @@ class Turns:
 
     def _forget(self, turn: _Turn) -> None:
         """End the session of a completion, and open one for the next that waits for its place."""
-        self._close(turn)
+        self._count_wait(turn)
+        self._scheduler.forget(turn.sample.id)
         del self._turns[turn.sample.id]
         if self._queue:
             self._open(self._queue.pop(next(iter(self._queue))))

@@ -35,7 +35,6 @@ from lit_rlsched.simulation.workload import SimulatedTurns, Workload
 from lit_rlsched.training.schedule import Schedule
 from lit_rlsched.types import (
     ENVIRONMENT,
-    Event,
     Group,
     LengthOnly,
     Request,
@@ -214,18 +213,29 @@ class _Round(RoundHooks):
             completion.draft, tokens, passes = None, len(draft.token_ids), 1
             audit.tokens += tokens
             positions = len(sample.group.prompt.token_ids) + tokens
+            drew = [(author, n) for author, n in draft.segments if author != ENVIRONMENT]
+            drawn = sum(n for _, n in drew)
             accepted = math.prod(
-                pipeline.machine.accepts((version - author) / pipeline.steps) ** (n / tokens)
-                for author, n in draft.segments
+                pipeline.machine.accepts((version - author) / pipeline.steps) ** (n / drawn)
+                for author, n in drew
             )
             chance = (stable_hash(sample.id, version) % 2**20) / 2**20
             if chance >= accepted:  # uniform in what is left of the interval
                 passes += len({*draft.versions})
                 tokens = int(tokens * (chance - accepted) / (1 - accepted))
+                at = 0
+                for author, n in draft.segments:
+                    if author == ENVIRONMENT and at <= tokens < at + n:
+                        tokens = max(0, at - 1)  # a cut is not before a reply
+                    at += n
             self.verified += passes * positions
             audit.accepted_tokens += tokens
-            kept, whole = LengthOnly(tokens), tokens >= pipeline.length(sample.id, tokens)
-            completion.take(Event("", kept, kept, "stop" if whole else None), version)
+            length: Any = LengthOnly(tokens)
+            completion.token_ids = completion.logprobs = length
+            completion.segments = draft.kept(tokens, version)
+            whole = tokens >= pipeline.length(sample.id, tokens)
+            if whole and not pipeline.work.next_call(sample).reply:
+                completion.finish_reason = "stop"
         return audit
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:

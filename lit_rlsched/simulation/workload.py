@@ -237,7 +237,7 @@ class SimulatedTurns:
     def leave(self, sample: Sample) -> None:
         self.pending.pop(sample.id, None)
 
-    def end_round(self, *_: Any) -> None:
+    def end_round(self, keep: bool = False) -> None:
         self.pending.clear()
 
     def _nothing(self, *_: Any) -> dict[str, float]:

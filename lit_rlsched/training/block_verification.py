@@ -6,7 +6,6 @@ The method, its cost and its exactness are described in `docs/explanation/rollou
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -119,8 +118,7 @@ class Trial:
         If it calls tools, and `eos_token_ids` are None, its turns tell whether it is.
         """
         ids = completion.token_ids
-        by = (each if each == ENVIRONMENT else version for each in self.by[: len(ids)])
-        completion.segments = [(author, len([*tokens])) for author, tokens in groupby(by)]
+        completion.segments = self.draft.kept(len(ids), version)
         if eos_token_ids is None:
             return
         if ids and ids[-1] in eos_token_ids:

@@ -210,7 +210,7 @@ def our_loop(tokenizer, scripts, prompts, prompt_ids, limit, iterations):
                 reason = "stop" if len(ids) <= room else "length"
                 event = Event(sample.id, ids[:room], [-1.0] * len(ids[:room]), reason)
                 sample.completion.take(event, version=0)
-                turns.ended(sample)
+                turns.ended(sample, 0)
     turns.close()
     return completions, turns.counts
 

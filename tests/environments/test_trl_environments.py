@@ -172,7 +172,7 @@ def of_ours(policy, tokenizer, factory, rewards, rows, turns):
                 ids = left[sample.id].pop(0)
                 event = Event(sample.id, ids, [-1.0] * len(ids), "stop")
                 sample.completion.take(event, version=0)
-                controlled.ended(sample)
+                controlled.ended(sample, 0)
     controlled.close()
     scheduler.close()
     seen = [row(group, completion) for group in groups for completion in group.completions]
