@@ -81,7 +81,7 @@ class AsyncRollout(RolloutCallback):
     Bias: clipped ratios of stale tokens (`staleness/*`). Short completions are trained on earlier
     than long ones, which are older by then (`rollout/trained_over_drawn_length`); every prompt that
     was begun is trained on. With `verify` the age is bounded and the overtaking is not, with `wait`
-    both are. Runs repeat bit for bit.
+    both are. Runs repeat bit for bit, with tools if `tool_steps` is set.
 
     See `docs/explanation/asynchronous.md`.
 
@@ -126,9 +126,7 @@ class AsyncRollout(RolloutCallback):
             return
         settings, most, prompts = facts.settings, self.max_staleness, self.prompts_in_flight
         size, steps = settings.prompts_per_round, settings.steps_per_epoch
-        verifies = self.too_old == "verify"
-        if self.too_old is None:
-            verifies = facts.sharded is None
+        verifies = self.too_old == "verify" or (self.too_old is None and facts.sharded is None)
         fewer = prompts is None
         if prompts is None:
             prompts = (most + 1) * size if verifies else max(size, most * size - size // 2)

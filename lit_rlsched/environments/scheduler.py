@@ -140,6 +140,7 @@ class EnvironmentScheduler(Workers[EnvironmentWorker]):
         """Whether reward functions are called with environments."""
         self.timeout = timeout
         self._num_workers = workers
+        # completions take their places in `Turns`; this counts what ends with its answer too
         self._most = math.inf if max_sessions is None else max_sessions
         self._env_vars = env_vars
         self._sessions: dict[Hashable, EnvSession] = {}

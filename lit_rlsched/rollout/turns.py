@@ -442,11 +442,10 @@ class Turns:
         """
         self._queue.clear()
         for turn in [*self._turns.values()]:
-            called = turn.called
-            self._count_wait(turn)
             if keep and (tokens := turn.sample.completion.token_ids):
-                turn.kept = tokens[:]
-                turn.called, turn.due = None if called is None else 0, None
+                called = None if turn.called is None else 0
+                self._count_wait(turn)
+                turn.kept, turn.called, turn.due = tokens[:], called, None
             else:
                 self._forget(turn)
 

@@ -205,7 +205,7 @@ class SimulatedTurns:
         due = self._due.get(sample.id, now + call.seconds) if call else now
         self.pending[sample.id], self._due[sample.id] = sample, due
 
-    def ended(self, sample: Sample, step: int | None = None) -> Next | None:
+    def ended(self, sample: Sample, step: int) -> Next | None:
         if self._awaits(sample) is None:
             return "over"
         sample.completion.finish_reason = None
