@@ -759,14 +759,10 @@ def test_a_cacheable_class_with_a_state_of_chance_is_told_once(run):
     class Moody(notes()):
         cacheable = True
 
-        def look(self, key: str) -> str:
-            """Look something up.
-
-            Args:
-                key: What to look up.
-            """
-            super().look(key)
-            return str(time.monotonic_ns() % 1000)
+        def reset(self, prompt, seed, **columns) -> str:
+            """Siblings get the first one's text, and their own objects return another one."""
+            super().reset(prompt, seed, **columns)
+            return f" ({time.monotonic_ns() % 10**6})"
 
     with pytest.warns(UserWarning, match="classes with `cacheable`, need answers") as told:
         _, rounds = run(environment_factory=Moody, max_epochs=4)
