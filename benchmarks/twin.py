@@ -106,7 +106,8 @@ def measure(rounds: int) -> dict[int, list[tuple[int, float, float]]]:
     """Train the chat model; return tokens, those accepted, and chance of all of them, by age."""
     from lightning import Trainer, seed_everything
 
-    from benchmarks.papers.child import PROMPTS, TASK, parity
+    from benchmarks.papers.child import PROMPTS, TASK
+    from benchmarks.papers.rows import parity
     from lit_rlsched import GRPOModule, RolloutDataModule
     from lit_rlsched.callbacks import RolloutCallback
     from lit_rlsched.data.tasks import ReasoningGym

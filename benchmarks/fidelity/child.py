@@ -13,12 +13,10 @@ from benchmarks.papers.child import PROMPTS as ALL
 from benchmarks.papers.child import (
     TASK,
     GivenLengths,
-    alike,
     drafts_end_at,
-    parity,
     read_lengths,
 )
-from benchmarks.papers.rows import MODEL
+from benchmarks.papers.rows import MODEL, alike, parity
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.data.tasks import ReasoningGym

@@ -87,16 +87,6 @@ def drafts_end_at(lengths: Mapping[tuple[str, int], int]) -> None:
     Trial.become = become  # type: ignore
 
 
-def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """Return whether each completion has an odd number of tokens: the same for all schedules."""
-    return [float(len(ids) % 2) for ids in completion_ids]
-
-
-def alike(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """Return equal rewards: the update has nothing to compute."""
-    return [0.0] * len(completion_ids)
-
-
 class Clock(RolloutCallback):
     """Seconds and counts of each round, from the end of the one before to the end of its update."""
 
@@ -110,7 +100,7 @@ class Clock(RolloutCallback):
         assert round.trace is not None
         lengths = [len(c.token_ids) for c in round.completions]
         names = [f"rollout/{name}" for name in ROLLOUT]
-        names += ["time/rollout", "time/drafts", "frac_reward_zero_std"]
+        names += ["time/rollout", "time/drafts", "async_rollout/engine_wait_seconds"]
         self._drawn = {n.split("/")[-1]: round.metrics[n] for n in names if n in round.metrics}
         self._drawn |= {"completions": len(lengths), "trained_tokens": sum(lengths)}
 
@@ -127,13 +117,14 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
     engine: Any = GivenLengths()
     return RolloutDataModule(
         ReasoningGym(TASK, "train", PROMPTS).rows(),
-        [parity if row.trains else alike],
+        [row.reward],
         engine=ProcessEngine(engine) if row.own_process else engine,
         prompts_per_round=row.prompts,
         num_generations=row.generations,
         max_completion_length=row.limit,
         micro_batch_tokens=2048,
         steps_per_round=row.steps,
+        num_iterations=row.passes,
         seed=seed,
     )
 

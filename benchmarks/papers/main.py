@@ -7,8 +7,9 @@ Each row trains some rounds of a schedule in a process of its own and appends it
 `benchmarks/results/papers.csv`. Rows that are already there, for this CPU and seed and with as many
 repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
 replay those of `lengths.csv`, which `--record` draws anew. The reward is whether a completion has
-an odd number of tokens, so that each schedule has the same update to compute. In the rows that
-begin with `rollout` rewards are equal, so that a round is its rollout and its verification.
+an odd number of tokens, so that each schedule has the same update to compute. With few rows, where
+that leaves out whole updates, all rewards of a group differ. In the rows that begin with `rollout`
+rewards are equal, so that a round is its rollout and its verification.
 """
 
 import csv
@@ -72,14 +73,10 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
     for name in ROWS:
         if figures := found.get(name):
-            cells = [cell(figures.get(figure, [])) for figure in FIGURES]
+            each = (figures.get(figure) for figure in FIGURES)
+            cells = [results.with_error(v, 1 if fmean(v) < 1000 else 0) if v else "" for v in each]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def cell(values: Sequence[float]) -> str:
-    """Return mean and standard error, or nothing if there are no values."""
-    return results.with_error(values, 1 if fmean(values) < 1000 else 0) if values else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

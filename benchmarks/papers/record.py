@@ -9,8 +9,8 @@ from pathlib import Path
 from lightning import LightningModule, Trainer, seed_everything
 
 from benchmarks.ours import make_trainer
-from benchmarks.papers.child import PROMPTS, TASK, alike
-from benchmarks.papers.rows import LENGTHS, MODEL
+from benchmarks.papers.child import PROMPTS, TASK
+from benchmarks.papers.rows import LENGTHS, MODEL, alike
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import MicroGroupSampling, RolloutCallback
 from lit_rlsched.data.tasks import ReasoningGym

@@ -1,7 +1,7 @@
 """Rows of the table: the settings of each run."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,21 @@ def recorded_lengths() -> dict[str, list[int]]:
     """Return the lengths of each prompt's completions, by its uid."""
     with LENGTHS.open() as file:
         return {uid: [*map(int, lengths)] for uid, *lengths in csv.reader(file)}
+
+
+def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Return whether each completion has an odd number of tokens: the same for all schedules."""
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+
+def distinct(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Return rewards that differ in every group, so that each update has all of its completions."""
+    return [float(sum(ids) % 101) for ids in completion_ids]
+
+
+def alike(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
+    """Return equal rewards: the update has nothing to compute."""
+    return [0.0] * len(completion_ids)
 
 
 def callbacks(*wanted: str | tuple[str, dict[str, Any]]) -> Callable[[], list[Any]]:
@@ -47,15 +62,15 @@ class Row:
     generations: int = 8
     limit: int = 512
     steps: int = 1
-    """Optimizer steps of a round."""
+    """Optimizer steps of a pass over a round."""
+    passes: int = 1
     rounds: int = 3
     """Measured rounds."""
     warm_up: int = 1
     """Rounds before them."""
     precision: str = "32-true"
     """Of the trainer; the engine has that of its passes."""
-    trains: bool = True
-    """Whether rewards differ, so that updates have something to compute."""
+    reward: Callable[..., list[float]] = parity
     after: int = 0
     """Rounds after them: nothing is drawn beside the last update of a run."""
 
@@ -82,7 +97,7 @@ def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
         f"{name}, second round": Row(callbacks(here), rounds=1),
         f"{name}, own process": Row(callbacks(here), **{**apart, "after": 0}),
         f"{name}, own process, third rollout": Row(
-            callbacks(here), **{**apart, "after": 0, "warm_up": 2, "trains": False}
+            callbacks(here), **{**apart, "after": 0, "warm_up": 2, "reward": alike}
         ),
         f"{name}, AsyncRollout": Row(callbacks(here, "AsyncRollout"), **apart),
     }
@@ -105,7 +120,7 @@ def rollouts(number: int) -> dict[str, Row]:
         "longest first": callbacks(*longest_first(number)),
         "RolloutWindow": callbacks(here, "RolloutWindow"),
     }
-    return {f"{name}, {how}": Row(make, trains=False) for how, make in made.items()}
+    return {f"{name}, {how}": Row(make, reward=alike) for how, make in made.items()}
 
 
 def few_rows() -> dict[str, Row]:
@@ -115,7 +130,7 @@ def few_rows() -> dict[str, Row]:
     warm-up.
     """
     shape: dict[str, Any] = {"prompts": 2, "generations": 4, "threads": 1, "own_process": True}
-    shape |= {"warm_up": 2, "rounds": 12, "after": 1}
+    shape |= {"warm_up": 2, "rounds": 12, "after": 1, "reward": distinct}
     four = {"prompts_in_flight": 8, "overtake": 2}
     made = {
         "plain": callbacks(),
@@ -128,7 +143,10 @@ def few_rows() -> dict[str, Row]:
             ("AsyncRollout", {"prompts_in_flight": 4, "too_old": "wait"})
         ),
     }
-    return {f"few rows, {how}": Row(make, **shape) for how, make in made.items()}
+    rows = {f"few rows, {how}": Row(make, **shape) for how, make in made.items()}
+    shape |= {"limit": 128, "passes": 2}  # the update is the longer part
+    longer = ("plain", "AsyncRollout(4, wait)")
+    return rows | {f"few rows, long update, {how}": Row(made[how], **shape) for how in longer}
 
 
 def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
@@ -141,32 +159,26 @@ def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
         "continuous": callbacks(slots(number)),
         "longest first": callbacks(*longest_first(number)),
     }
-    return {f"{name}, {how}": Row(make, trains=False, **shape) for how, make in made.items()}
+    return {f"{name}, {how}": Row(make, reward=alike, **shape) for how, make in made.items()}
 
 
 def pools(number: int) -> dict[str, Row]:
     """Return rows for the rollouts of SortedRL and RollPacker: whole pools, after one of each."""
     here, name = slots(number), f"rollout, {number} slots"
-    four: dict[str, Any] = {"rounds": 4, "warm_up": 4, "trains": False}
-    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5, "trains": False}
-    once: dict[str, Any] = {"prompts": 16, "steps": 4, "rounds": 1, "trains": False}
-    sorted_modes = {
-        f"{name}, SortedBatching, {mode}": Row(
-            callbacks(here, ("SortedBatching", {"mode": mode})), **four
-        )
-        for mode in ("on_policy", "partial")
-    }
-    return {
-        f"{name}, four steps a round": Row(callbacks(here), **once),
-        **sorted_modes,
-        f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle),
-    }
+    four: dict[str, Any] = {"rounds": 4, "warm_up": 4, "reward": alike}
+    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5, "reward": alike}
+    once: dict[str, Any] = {"prompts": 16, "steps": 4, "rounds": 1, "reward": alike}
+    rows = {f"{name}, four steps a round": Row(callbacks(here), **once)}
+    for mode in ("on_policy", "partial"):
+        how = callbacks(here, ("SortedBatching", {"mode": mode}))
+        rows[f"{name}, SortedBatching, {mode}"] = Row(how, **four)
+    return rows | {f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle)}
 
 
 ROWS: dict[str, Row] = {
     **rounds(16),
     **rounds(16, "bf16-mixed"),
-    "rollout, all at once": Row(callbacks(), trains=False),
+    "rollout, all at once": Row(callbacks(), reward=alike),
     **rollouts(8),
     **rollouts(16),
     **groups_of(16),

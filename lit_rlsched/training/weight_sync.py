@@ -7,6 +7,7 @@ in half precision.
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from lit_rlsched.types import Completion, Prompt, Request, Sampling, stable_hash
 
 TOKENS = 8
 """Tokens drawn from each of two prompts at every sync."""
+CONTEXT = 32
+"""Last tokens of a prompt that they are drawn from: a longer prompt finds nothing more."""
 TOLERANCE = 1e-4
 """Largest mean absolute difference of log-probs that counts as rounding in fp32."""
 TOLERANCE_CUDA = 5e-3
@@ -147,7 +150,8 @@ class WeightSync:
         if not isinstance(policy, PolicyReader):
             policy = PolicyReader(policy, enable_lora=engine.enable_lora)
         self._policy = policy
-        self._prompts = list(probe)[: spec.slots // len(engine.engines)]
+        ends = (replace(prompt, token_ids=prompt.token_ids[-CONTEXT:]) for prompt in probe)
+        self._prompts = list(ends)[: spec.slots // len(engine.engines)]
         self._temperature = temperature
 
     def __call__(self, version: int) -> dict[str, float]:
