@@ -24,7 +24,6 @@ from benchmarks import results
 
 SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_rounds=4")
 PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
-SLOTS_64 = ("--trainer.callbacks+=MicroGroupSampling", "--trainer.callbacks.slots=64")
 SINGLE = ("--model.advantage=reinforce++",)
 GROUPS_OF_4 = ("--data.prompts_per_round=64", "--data.num_generations=4")
 TRAINER = "--model.old_logprobs=trainer"
@@ -47,23 +46,12 @@ VARIANTS = {
     "single_on_policy": Variant("on-policy, reinforce++", (*SORTED, *SINGLE)),
     "4_synchronous": Variant("synchronous, groups of 4", GROUPS_OF_4),
     "4_on_policy": Variant("on-policy, groups of 4", (*SORTED, *GROUPS_OF_4)),
-    "on_policy_predicted": Variant(
-        "on-policy, lengths predicted",
-        (*SORTED, "--trainer.callbacks+=LengthPrediction", "--trainer.callbacks.probe_tokens=0"),
-    ),
-    "64_synchronous": Variant("synchronous, 64 slots", SLOTS_64),
-    "64_on_policy": Variant("on-policy, 64 slots", (*SLOTS_64, *SORTED)),
     "partial_ratio": Variant("partial (clipped ratio)", PARTIAL),
     "partial_uncorrected": Variant("partial, uncorrected", (*PARTIAL, *UNCORRECTED)),
     "partial_truncated": Variant("partial, truncated IS", (*PARTIAL, *TRUNCATED)),
     "partial_stale_1": Variant(
         "partial, truncated IS, max_staleness=1",
         (*PARTIAL, "--trainer.callbacks.max_staleness=1", *TRUNCATED),
-    ),
-    "partial_sequence": Variant("partial, masked by sequence ratio", (*PARTIAL, TRAINER)),
-    "partial_masked": Variant(
-        "partial, stale tokens masked",
-        (*PARTIAL, "--trainer.callbacks.mask_stale_tokens=true", *UNCORRECTED),
     ),
 }
 

@@ -6,7 +6,7 @@
 All is simulated, and the costs are those that `lit-rlsched simulate --gpu h100` computes. Lengths
 are log-normal. On shared devices engine and trainer take turns, and no gradients are streamed.
 `few rows` is the shape of these rows of `papers`, with its lengths and the costs of the plain one
-on an EPYC with AVX-512.
+on an EPYC with AVX-512, or those of `--trace runs/papers/few_rows,_plain`.
 
 `--accepted` is the share of drafts that a policy one round younger accepts whole, perhaps followed
 by those of policies two, three, ... rounds younger; of older drafts as much per round. The new
@@ -29,7 +29,8 @@ from benchmarks.papers.rows import MODEL, callbacks, recorded_lengths
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.simulation.costs import Costs, StepCosts, computed
+from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.simulation.costs import Costs, StepCosts, calibrated, computed
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import PROMPT_TOKENS, Workload
 
@@ -77,13 +78,16 @@ AGES = (1, 2, 3)
 
 
 def simulate(
-    model: str, accepted: Sequence[float], shared: bool, rounds: int
+    model: str, accepted: Sequence[float], shared: bool, rounds: int, trace: str | None
 ) -> Iterator[tuple[str, Outcome]]:
     """Simulate plain rounds, each schedule, and the rules of other packages."""
     about: dict[str, Any] = {**DEFAULTS, **SIZES[model]}
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
-    if model == FEW:
+    if model == FEW and trace is not None:
+        newest = Traces(trace).newest(rounds)
+        work, costs = Workload.of_run(newest), calibrated(newest)
+    elif model == FEW:
         lengths, costs = [*recorded_lengths().values()], COSTS
         work = Workload(lengths, [PROMPT_TOKENS] * len(lengths), limit).shuffled(0)
     else:
@@ -155,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=[*SIZES], choices=SIZES, help="sizes")
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.95], help="by age")
     parser.add_argument("--rounds", type=int, default=12, help="rounds that are simulated")
+    parser.add_argument("--trace", help="run whose lengths and costs `few rows` has")
     parser.add_argument("--measure", type=int, metavar="N", help="rounds of the chat model")
     options = results.parse(parser, arguments)
     if options.measure:
@@ -171,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for where, shared in {"own devices": False, "shared devices": True}.items():
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
             plain = 0.0
-            for name, of in simulate(model, options.accepted, shared, options.rounds):
+            for name, of in simulate(
+                model, options.accepted, shared, options.rounds, options.trace
+            ):
                 plain = plain or of.seconds
                 x = plain / of.seconds
                 results.add(f"{model}, {where}, {name}", {"x": x, "seconds": of.seconds})

@@ -2,8 +2,8 @@
 
 import json
 import resource
+import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +18,7 @@ from benchmarks.common import cpu_seconds
 from benchmarks.ours import make_trainer
 from benchmarks.papers.rows import MODEL, ROWS, Row, recorded_lengths
 from lit_rlsched import GRPOModule, RolloutDataModule
+from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.data.tasks import ReasoningGym
 from lit_rlsched.engines import ProcessEngine, VLLMEngine
@@ -129,23 +130,23 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
     )
 
 
-def run(row: Row, seed: int) -> dict[str, Any]:
-    """Train some rounds and return the means over those that are measured."""
+def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
+    """Train some rounds and return the means over those that are measured; keep their traces."""
     keep_heap()
     drafts_end_at(read_lengths())
     torch.set_num_threads(row.threads)
     seed_everything(seed, verbose=False)
     module = GRPOModule(MODEL, learning_rate=1e-6)
     clock = Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(
-            Path(folder),
-            max_epochs=row.warm_up + row.rounds + row.after,
-            limit_val_batches=0,
-            precision=row.precision,
-            callbacks=[*row.callbacks(), clock],
-        )
-        trainer.fit(module, datamodule=data_of(row, seed))
+    shutil.rmtree(folder, ignore_errors=True)
+    trainer = make_trainer(
+        folder,
+        max_epochs=row.warm_up + row.rounds + row.after,
+        limit_val_batches=0,
+        precision=row.precision,
+        callbacks=[*row.callbacks(), clock, RolloutLogger(num_completions=0)],
+    )
+    trainer.fit(module, datamodule=data_of(row, seed))
     peaks = (
         resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -161,4 +162,5 @@ def means(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 if __name__ == "__main__":
     name, seed, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(ROWS[name], int(seed))))
+    folder = Path("runs/papers", name.replace(" ", "_"))
+    Path(out).write_text(json.dumps(run(ROWS[name], int(seed), folder)))
