@@ -1,8 +1,7 @@
-"""One row of the table, in a process of its own: its name, a seed and the file for its figures."""
+"""One row of the table, in a process of its own: its name, a seed and its folder."""
 
 import json
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -138,7 +137,6 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     seed_everything(seed, verbose=False)
     module = GRPOModule(MODEL, learning_rate=1e-6)
     clock = Clock()
-    shutil.rmtree(folder, ignore_errors=True)
     trainer = make_trainer(
         folder,
         max_epochs=row.warm_up + row.rounds + row.after,
@@ -161,6 +159,6 @@ def means(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    name, seed, out = sys.argv[1:]
-    folder = Path("runs/papers", name.replace(" ", "_"))
-    Path(out).write_text(json.dumps(run(ROWS[name], int(seed), folder)))
+    name, seed, folder = sys.argv[1:]
+    figures = run(ROWS[name], int(seed), Path(folder))
+    Path(folder, "result.json").write_text(json.dumps(figures))

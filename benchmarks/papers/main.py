@@ -14,8 +14,8 @@ rewards are equal, so that a round is its rollout and its verification.
 
 import csv
 import json
+import shutil
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,12 +60,12 @@ def run(module: str, threads: int, *arguments: str) -> None:
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
-    """Run a row in a new process and return its figures."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        run("child", ROWS[name].threads, name, str(seed), str(out))
-        result: dict[str, Any] = json.loads(out.read_text())
-        return result
+    """Run a row in a new process and return its figures; its folder keeps the traces."""
+    folder = Path("runs/papers", name.replace(" ", "_"))
+    shutil.rmtree(folder, ignore_errors=True)
+    run("child", ROWS[name].threads, name, str(seed), str(folder))
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 def table(found: dict[str, dict[str, list[float]]]) -> str:
@@ -73,10 +73,14 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
     for name in ROWS:
         if figures := found.get(name):
-            each = (figures.get(figure) for figure in FIGURES)
-            cells = [results.with_error(v, 1 if fmean(v) < 1000 else 0) if v else "" for v in each]
+            cells = [cell(figures.get(figure, [])) for figure in FIGURES]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def cell(values: Sequence[float]) -> str:
+    """Return mean and standard error, or nothing if there are no values."""
+    return results.with_error(values, 1 if fmean(values) < 1000 else 0) if values else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
