@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-EXTRAS := lora,gguf,tasks,wandb,judge,ray,dev,docs
+EXTRAS := lora,tasks,wandb,judge,ray,dev,docs
 TORCH  := 2.13.0
 TORCH_CPU := --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

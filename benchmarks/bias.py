@@ -38,6 +38,7 @@ from benchmarks import results, tabular
 from benchmarks.bias_cases import LIMITS, VOCAB, Cases, Policy, Schedule, Trained, World
 from benchmarks.bias_cases import reward as reward_of
 from benchmarks.tabular import Tokens
+from lit_rlsched.callbacks import DynamicSampling
 from lit_rlsched.scheduling.rollout_window import WindowRound
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.sorted_batching import SortedRound
@@ -104,7 +105,10 @@ SCHEDULES = {
     "... `early_stop=True`": _selected("max_variance", early=True),
     '`DownSampling(rule="percentile")`': _selected("percentile"),
     '`DownSampling(rule="max_reward")`': _selected("max_reward"),
-    "`DynamicSampling`": _full(1, sees="reward", max_num_gen_batches=4, runs=DRAWN, rounds=1),
+    "`DynamicSampling`": _full(
+        1, sees="reward", replacement=DynamicSampling(), runs=DRAWN, rounds=1
+    ),
+    "`PromptBudget(pilot=2)` of four": _full(1, sees="reward", generations=4, pilot=2, runs=EACH),
     "three prompts, full rounds": _full(1, prompts=3, runs=CYCLES),
     "three prompts, `RolloutWindow(2)` (three slots)": _window(2, 0, 3),
     "three prompts, `RolloutWindow(3)` (four slots)": _window(3, 0, 4),

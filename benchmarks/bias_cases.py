@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks import tabular
 from benchmarks.tabular import Law, Tokens
+from lit_rlsched.callbacks import DynamicSampling
 from lit_rlsched.engines.simulated import SimulatedEngine
 from lit_rlsched.rollout.hooks import RoundHooks
 from lit_rlsched.rollout.pool import Pool
@@ -26,7 +27,7 @@ from lit_rlsched.rollout.scoring import Unscored
 from lit_rlsched.scheduling.admission import Admission
 from lit_rlsched.scheduling.round_rule import RoundRule, RoundState
 from lit_rlsched.simulation.loop import PromptList, Visit, simulated_session
-from lit_rlsched.training.selection import Selection, Stop, is_uninformative
+from lit_rlsched.training.selection import Pilot, Selection, Stop
 from lit_rlsched.types import Completion, Group, Prompt, Request, Sampling
 
 VOCAB = 3
@@ -101,7 +102,9 @@ class Schedule:
     ahead: bool = False
     """Whether a round is drawn by the policy before the one that is trained."""
     selection: Selection | None = None
-    max_num_gen_batches: int = 1
+    replacement: DynamicSampling | None = None
+    pilot: int = 0
+    """Completions that a prompt begins with; 0: all."""
     loss: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `policy_loss`."""
     prompts: int = 2
@@ -238,16 +241,18 @@ class Hooks(RoundHooks):
 
     def __init__(self, world: World, pool: Pool, rule: RoundRule) -> None:
         self._world, self._pool, self._rule = world, pool, rule
-        selection, self._most = world.schedule.selection, world.schedule.max_num_gen_batches
+        selection, self._how = world.schedule.selection, world.schedule
         self.stop = Stop(selection, [1.0]) if selection and selection.reward_range else None
-        self.replaces = self._most > 1
+        self.replaces = self._how.replacement is not None
+        if pilot := self._how.pilot:
+            self.stop, self.pilot = Pilot(pilot, [1.0]), pilot
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         return self._world.verify(groups, version)
 
     def another(self, group: Group, state: RoundState) -> Group | None:
-        drops = is_uninformative(group, [1.0])  # also where nothing replaces it
-        if not drops or len(state.due) >= self._most * self._rule.update_prompts:
+        replacement, size = self._how.replacement, self._rule.update_prompts
+        if not replacement or not replacement.replaces(group, len(state.due), size, [1.0]):
             return None
         return self._pool.replacement(group, state.planned, self._rule)
 

@@ -80,7 +80,7 @@ BENCHMARKS = {
         resumes=True,
     ),
     "selection": Benchmark(
-        "CPU seconds and completions to reach an accuracy, by rule of down-sampling",
+        "CPU seconds, completions and tokens to an accuracy, by what is drawn and trained on",
         180,
         resumes=True,
     ),

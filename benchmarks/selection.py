@@ -1,12 +1,13 @@
-"""CPU seconds and completions to reach plain GRPO's accuracy on the quick task, by PODS rule.
+"""Cost of reaching plain GRPO's accuracy on the quick task, by what is drawn and trained on.
 
     python -m benchmarks run selection --seeds 0 1 2 3 4
+    python -m benchmarks run selection --share 0.95 --rounds 60 --variants again again_choice ...
 
 Each round draws 32 prompts with 16 completions and trains on 4 of them. Accuracy is the mean over
 the seeds, measured every few rounds. CPU seconds are those of the trainer's process in rollouts and
-updates. GRPO with 4 completions per prompt runs three times as many rounds. The variants `4_` train
-four times on each round, so that updates take most of the time. Runs are kept in `--out` by commit
-and not repeated.
+updates. GRPO with 4 completions per prompt runs three times as many rounds. The variants `again`
+draw 8 completions of prompts of which there are 400, so that each comes again, and train on all.
+Runs are kept in `--out` by commit and not repeated.
 """
 
 import time
@@ -25,7 +26,8 @@ from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.run.trainer import log_now
 
 DRAWN, KEPT = 16, 4
-ITERATIONS = ("--data.num_iterations=4",)
+AGAIN = ("--data.num_generations=8", "--data.train_data.init_args.size=400")
+CHOICE, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
 EVERY = 5
 """Rounds between two evaluations."""
 
@@ -45,13 +47,16 @@ VARIANTS = {
     "early_stop": Variant(
         "max_variance, early stop", _select("max_variance", "--trainer.callbacks.early_stop=true")
     ),
-    "4_full": Variant(f"GRPO, {DRAWN} drawn, 4 iterations", ITERATIONS),
-    "4_max_variance": Variant(
-        "max_variance, 4 iterations", (*ITERATIONS, *_select("max_variance"))
+    "again": Variant("GRPO, 8 drawn of 400 prompts", AGAIN),
+    "again_dynamic": Variant("DynamicSampling", (*AGAIN, "--trainer.callbacks+=DynamicSampling")),
+    "again_choice": Variant("PromptChoice", (*AGAIN, *CHOICE)),
+    "again_skip": Variant(
+        "PromptChoice, skip_solved", (*AGAIN, *CHOICE, "--trainer.callbacks.rule=skip_solved")
     ),
-    "full_scope": Variant(
-        "max_variance, advantages of the full group",
-        _select("max_variance", "--trainer.callbacks.advantage_scope=full"),
+    "again_budget": Variant("PromptBudget", (*AGAIN, *BUDGET)),
+    "again_both": Variant("PromptChoice, PromptBudget", (*AGAIN, *CHOICE, *BUDGET)),
+    "again_tracker": Variant(
+        "PromptChoice, tracker", (*AGAIN, *CHOICE, "--model.advantage=tracker")
     ),
 }
 SETTINGS = (
@@ -187,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         progress = read(folder)
         runs[variant].append(progress)
         results.add(f"{variant}, seed {seed}", last(progress))
-    for reference in [v for v in ("full", "few", "4_full") if v in runs]:
+    for reference in [v for v in ("full", "few", "again") if v in runs]:
         print(table(runs, reference, options.share), end="\n\n")
 
 

@@ -25,8 +25,10 @@ class GRPOModule(PolicyModule):
         model: Folder or hub name of the initial checkpoint.
         advantage: The baseline of a reward. `group`: the rewards of the prompt's completions
             (GRPO). `reinforce++`: mean and standard deviation over all completions of the update
-            (REINFORCE++, arXiv 2501.03262), which allows `num_generations=1` and lets
-            `SortedBatching` train on single completions.
+            (REINFORCE++, arXiv 2501.03262). `tracker`: the decayed mean of the prompt's earlier
+            rewards, then the same (SPO, arXiv 2509.13232, equations 3 to 6; the mean decays with
+            the prompt's completions, not with the policy's KL). The last two allow
+            `num_generations=1` and let `SortedBatching` train on single completions.
         scale_rewards: Divisor of advantages: the standard deviation of the `group` or of the whole
             `batch`, or `none` (Dr. GRPO). As in TRL, true is `group` and false is `none`.
         **kwargs: See `PolicyModule`.
@@ -43,24 +45,24 @@ class GRPOModule(PolicyModule):
         self,
         model: str,
         *,
-        advantage: Literal["group", "reinforce++"] = "group",
+        advantage: Literal["group", "reinforce++", "tracker"] = "group",
         scale_rewards: Literal["group", "batch", "none"] | bool = "group",
         **kwargs: Any,
     ) -> None:
         if isinstance(scale_rewards, bool):
             scale_rewards = "group" if scale_rewards else "none"
         super().__init__(model, **kwargs)
-        if advantage == "reinforce++" and scale_rewards != "group":
+        if advantage != "group" and scale_rewards != "group":
             raise UsageError(
-                f"`{scale_rewards=}` has no effect on `advantage='reinforce++'`, which divides by "
-                "the standard deviation of the update. Leave it out."
+                f"`{scale_rewards=}` has no effect on `{advantage=}`, which divides by the "
+                "standard deviation of the update. Leave it out."
             )
 
     def streaming_obstacle(self) -> str | None:
         if not self.needs_group:
             return (
-                "`advantage='reinforce++'` compares rewards with those of the whole update, which "
-                "are known only at its end. Use `advantage='group'`"
+                f"`advantage='{self.hparams.advantage}'` compares rewards with those of the whole "
+                "update, which are known only at its end. Use `advantage='group'`"
             )
         if self.hparams.scale_rewards == "batch":
             return (
@@ -72,6 +74,10 @@ class GRPOModule(PolicyModule):
     @property
     def needs_group(self) -> bool:
         return self.hparams.advantage == "group"
+
+    @property
+    def tracks_rewards(self) -> bool:
+        return self.hparams.advantage == "tracker"
 
     def compute_advantages(self, rewards: Tensor, logprobs: RoundLogprobs | None) -> Tensor:
         if not self.needs_group:

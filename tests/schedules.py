@@ -92,6 +92,14 @@ SCHEDULES: dict[str, Schedule] = {
         lambda: [c.DownSampling(2, early_stop=True), c.MicroGroupSampling(slots=7)], SELECTING
     ),
     "dynamic_sampling": Schedule(lambda: [c.DynamicSampling()], SELECTING),
+    "prompt_choice": Schedule(lambda: [c.PromptChoice(explore=0.3)], SELECTING),
+    "prompt_budget": Schedule(
+        lambda: [c.PromptBudget(2), c.MicroGroupSampling(slots=7), c.StreamedTraining(start=0)],
+        SELECTING,
+    ),
+    "prompt_budget_window": Schedule(
+        lambda: [c.RolloutWindow(8), c.PromptBudget(3), c.PromptChoice("skip_solved")], SELECTING
+    ),
     "streamed": Schedule(
         lambda: [c.StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
     ),
@@ -165,6 +173,12 @@ SCHEDULES: dict[str, Schedule] = {
         {"prompts_per_round": 4, "num_generations": 1, "temperature": 0.9},
         lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
     ),
+    "tracker": Schedule(
+        lambda: [c.AsyncRollout(2, too_old="wait"), c.PromptChoice()],
+        {"prompts_per_round": 4, "num_generations": 1},
+        lambda model: GRPOModule(model, learning_rate=1e-3, advantage="tracker"),
+        own_process=True,
+    ),
     "lora": Schedule(
         lambda: [c.TailBatching(1.5)],
         FEW,
@@ -209,6 +223,14 @@ RESUMED: dict[str, Schedule] = {
             c.MicroGroupSampling(slots=7),
         ],
         SELECTING | TWO_STEPS | {"max_completion_length": 40},
+    ),
+    "prompt_choice": Schedule(lambda: [c.PromptChoice(explore=0.3)], SELECTING),
+    "prompt_budget": Schedule(
+        lambda: [c.PromptBudget(2), c.MicroGroupSampling(slots=7), c.StreamedTraining(start=0)],
+        SELECTING,
+    ),
+    "prompt_budget_window": Schedule(
+        lambda: [c.RolloutWindow(8), c.PromptBudget(3), c.PromptChoice("skip_solved")], SELECTING
     ),
     "streamed": Schedule(
         lambda: [c.TailBatching(), c.StreamedTraining(start=0)], LONG, own_process=True

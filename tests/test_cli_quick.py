@@ -23,7 +23,7 @@ from lit_rlsched.settings import RemembersInit, trl_names
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
     *("fit", "validate", "test", "predict", "estimate"),
-    *("export", "convert", "simulate", "report"),
+    *("export", "simulate", "report"),
 ]
 BLOCKS = [
     block

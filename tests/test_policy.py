@@ -95,7 +95,7 @@ def test_train_mode_is_without_noise_in_every_family(family, tmp_path):
 # What is loaded.
 
 FILES = {
-    "gguf": (["a.gguf"], "", r"a GGUF file.*lit-rlsched convert --file .*a.gguf"),
+    "gguf": (["a.gguf"], "", r"a GGUF file.*transformers read `a.gguf`"),
     "a gguf file": (["a.gguf"], "a.gguf", "a GGUF file"),
     "checkpoint": (["last.ckpt"], "last.ckpt", "a file. Give a checkpoint folder.*lit-rlsched exp"),
     "nothing": ([], "", "has no config.json"),

@@ -37,7 +37,7 @@ def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp
     for name in (PLAIN, "SortedBatching(mode='partial')", "RolloutWindow(overtake=1)", *of_age):
         assert f"  {name}\n" in said
     assert all(f"  {name}: {peer.source}\n" in said for name, peer in PEERS.items())
-    assert "\nDynamicSampling(): which prompts `DynamicSampling` replaces depends on" in said
+    assert "\nDynamicSampling(), PromptChoice(), PromptBudget(): it depends on rewards;" in said
     best = said.partition("Recommended: ")[2].partition("\n")[0]
     config = yaml.safe_load(overlay.read_text())
     first, *names = [each["class_path"] for each in config["trainer"]["callbacks+"]]

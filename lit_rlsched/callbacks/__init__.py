@@ -8,8 +8,10 @@ Imports `types`, `settings`, `text`, `scheduling`, `training`, `simulation`, `ru
 """
 
 from lit_rlsched.callbacks.completion_writer import CompletionWriter
-from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
+from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
+from lit_rlsched.callbacks.prompt_choice import PromptBudget, PromptChoice
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.callbacks.rollout_logger import RolloutLogger
 from lit_rlsched.callbacks.rollout_progress_bar import RolloutProgressBar
@@ -32,6 +34,8 @@ __all__ = [
     "LengthPrediction",
     "MicroGroupSampling",
     "ParallelismPlanner",
+    "PromptBudget",
+    "PromptChoice",
     "RNGState",
     "RolloutCallback",
     "RolloutLogger",

@@ -1,4 +1,4 @@
-"""Trains on some completions of a group (PODS), or replaces groups without a signal (DAPO)."""
+"""Trains on some completions of a group (PODS)."""
 
 from typing import Any, Literal
 
@@ -118,39 +118,3 @@ class DownSampling(RolloutCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore it."""
         self._guarded = state_dict["guarded"]
-
-
-class DynamicSampling(RolloutCallback):
-    """Replace prompts whose completions all have the same reward by fresh prompts.
-
-    Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2). If all rewards of a prompt are equal, or
-    fewer than two completions have one, its advantages are zero. The next prompt of the data then
-    takes its place in the same round, while other prompts still decode. A round ends with
-    `prompts_per_round` useful prompts, or with fewer at the bound.
-
-    Bias: prompts that are currently too easy or too hard are trained on less often than the data
-    contains them; `dynamic_sampling/num_gen_batches` shows how many prompts a round drew.
-
-    See `docs/explanation/pods.md`.
-
-    Args:
-        max_num_gen_batches: Bound on the prompts of a round, as a multiple of `prompts_per_round`
-            (verl's name for it).
-
-    Raises:
-        UsageError: the bound is less than 2 or needs more prompts than `train_data` has, or the
-            module's advantages are not relative to the prompt's other completions.
-
-    Example::
-
-        Trainer(callbacks=[DynamicSampling(max_num_gen_batches=4)])
-    """
-
-    sets = "which prompts are replaced"
-
-    def __init__(self, max_num_gen_batches: int = 4) -> None:
-        self.max_num_gen_batches = max_num_gen_batches
-
-    def apply(self, schedule: Schedule, facts: RunFacts) -> None:
-        """Set the bound."""
-        schedule.max_num_gen_batches = self.max_num_gen_batches

@@ -12,8 +12,10 @@ from typing import Any
 
 import yaml
 
-from lit_rlsched.callbacks.down_sampling import DownSampling, DynamicSampling
+from lit_rlsched.callbacks.down_sampling import DownSampling
+from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
 from lit_rlsched.callbacks.infinite_sampling import LengthPrediction, MicroGroupSampling
+from lit_rlsched.callbacks.prompt_choice import PromptBudget, PromptChoice
 from lit_rlsched.callbacks.rollout_window import AsyncRollout, RolloutWindow
 from lit_rlsched.callbacks.rollpacker import StreamedTraining, TailBatching
 from lit_rlsched.callbacks.sorted_batching import SortedBatching
@@ -137,6 +139,8 @@ def left_out(facts: RunFacts) -> list[str]:
     found: dict[str, list[str]] = {}
     never: list[Option] = [
         (DynamicSampling, {}),
+        (PromptChoice, {}),
+        (PromptBudget, {"pilot": 2}),
         (DownSampling, {"keep": 2, "early_stop": True}),
         (TailBatching, {"per_domain": {"name": 1.0}}),
         (MicroGroupSampling, {"memory_budget": "1GiB"}),

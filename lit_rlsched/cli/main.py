@@ -44,7 +44,6 @@ from lit_rlsched.run.checks import check_trainer
 from lit_rlsched.run.interrupts import listening, was_requeued
 from lit_rlsched.run.saving.checkpoints import with_atomic_io
 from lit_rlsched.run.saving.export import export, find_checkpoint
-from lit_rlsched.run.saving.gguf import convert
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
 
@@ -288,10 +287,6 @@ def _export(ckpt_path: str, **settings: Any) -> str:
     return f"The model of `{checkpoint}` is in `{export(str(checkpoint), **settings)}`."
 
 
-def _convert(file: str, **settings: Any) -> str:
-    return f"The model of `{file}` is in `{convert(file, **settings)}`."
-
-
 def _report(runs: Sequence[str], out: str | None = None) -> str:
     """Write the report of one or more runs: a page that needs no network.
 
@@ -313,7 +308,6 @@ def _report(runs: Sequence[str], out: str | None = None) -> str:
 
 COMMANDS: dict[str, tuple[Callable[..., object], Callable[..., str]]] = {
     "export": (export, _export),
-    "convert": (convert, _convert),
     "simulate": (simulate, simulate),
     "report": (_report, _report),
 }

@@ -33,6 +33,7 @@ from lit_rlsched.run.saving.traces import FACTS
 from lit_rlsched.run.switches import facts_from, make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError, check_ranges
+from lit_rlsched.simulation.choice import rates_of, read_rates, savings
 from lit_rlsched.simulation.costs import Costs, calibrated, computed
 from lit_rlsched.simulation.peers import PEERS
 from lit_rlsched.simulation.pipeline import Machine, Outcome
@@ -66,6 +67,7 @@ def simulate(
     seed: int = 0,
     gpu: str | None = None,
     parameters: float | None = None,
+    success_rates: str | None = None,
     overlay: str | None = None,
 ) -> str:
     """Simulate every schedule on the lengths of a run or on others, and recommend one.
@@ -95,6 +97,9 @@ def simulate(
         gpu: Compute what steps cost on this GPU instead of measuring it: `a100`, `h100`, `h200`,
             `b200` or `l40s`; one for each engine and each rank.
         parameters: Parameters of the model for `gpu`, such as 1.5e9.
+        success_rates: File with the success rate of each prompt, one on each line, to say what
+            `PromptChoice` and `PromptBudget` save. By default the rates of the run, if its rewards
+            are 0 and 1.
         overlay: File for the configuration of the recommended schedule.
     """
     sizes = dict(locals())
@@ -139,6 +144,8 @@ def simulate(
     own, took = None, None
     if traces is not None and newest is not None and about == before and not (lengths or gpu):
         own, took = own_schedule(traces, rows), measured(newest)
+    shape = about["prompts_per_round"], about["num_generations"]
+    rates = rates_of(newest) if success_rates is None else read_rates(success_rates)
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
@@ -158,6 +165,7 @@ def simulate(
             "",
             "Not simulated:",
             *left_out(facts),
+            *([] if rates is None else savings(rates, work.lengths, *shape)),
             "",
             f"Recommended{under}: {best.name}" if best else f"No schedule fits{under}.",
             *([text] if text else []),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +10,22 @@ from numpy.typing import NDArray
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Prompt, stable_hash
 
+if TYPE_CHECKING:
+    from lit_rlsched.scheduling.prompt_choice import Chooser
+
 
 class Draw(NamedTuple):
-    """A prompt with the number of the pass over the data in which it was drawn."""
+    """A prompt with the number of the pass over the data in which it was drawn.
+
+    One that was chosen has a `c` and the number of prompts drawn before in place of the pass.
+    """
 
     prompt: Prompt
-    epoch: int
+    epoch: int | str
 
     @property
     def key(self) -> str:
-        """Unique name of this draw; the next pass has another key for the prompt."""
+        """Unique name of this draw; the next one has another key for the prompt."""
         return f"{self.prompt.uid}@{self.epoch}"
 
 
@@ -66,8 +72,16 @@ class PromptSource:
     def __contains__(self, uid: str) -> bool:
         return uid in self._indices
 
-    def draw(self, n: int, besides: Collection[str] = ()) -> list[Draw]:
-        """Take the next `n` prompts, all different, and none with a uid in `besides`.
+    def draw(
+        self,
+        n: int,
+        besides: Collection[str] = (),
+        domain: str | None = None,
+        chooser: "Chooser | None" = None,
+    ) -> list[Draw]:
+        """Take `n` prompts, all different, and none with a uid in `besides`.
+
+        They are the next ones, or, but for a share, those that `chooser` chooses.
 
         Raises:
             UsageError: there are fewer than `n` such prompts.
@@ -78,14 +92,20 @@ class PromptSource:
                 f"`prompts_per_round={n + len(besides)}`: a round draws each prompt at most once, "
                 f"and there are {most}. Use {most} or less, or a larger data set."
             )
-        drawn: list[tuple[int, int]] = []
+        drawn: list[tuple[int, int | str]] = []
         taken = {self._indices[uid] for uid in besides}
-        while len(drawn) < n:
+        explored = n if chooser is None else chooser.explored(n, domain)
+        while len(drawn) < explored:
             index, epoch = self._next(taken)
             taken.add(index)
             drawn.append((index, epoch))
             if self.offset >= self._pass and not self._deferred:
                 self.epoch, self.offset = self.epoch + 1, 0
+        if chooser is not None and explored < n:
+            free = {uid: index for uid, index in self._indices.items() if index not in taken}
+            chosen = chooser.choose([*free], n - explored, domain)
+            label, indices = f"c{chooser.counts[domain][0]}", [*free.values()]
+            drawn += [(indices[position], label) for position in chosen]
         return [Draw(self.prompts[index], epoch) for index, epoch in drawn]
 
     def _next(self, taken: set[int]) -> tuple[int, int]:
@@ -153,10 +173,16 @@ class DomainSource:
         }
         self.domains = [*self.sources]
 
-    def draw(self, n: int, besides: Collection[str] = (), domain: str | None = None) -> list[Draw]:
-        """Take the next `n` prompts of a domain, all different; see `PromptSource.draw`."""
+    def draw(
+        self,
+        n: int,
+        besides: Collection[str] = (),
+        domain: str | None = None,
+        chooser: "Chooser | None" = None,
+    ) -> list[Draw]:
+        """Take `n` prompts of a domain, all different; see `PromptSource.draw`."""
         source = self.sources[domain]
-        return source.draw(n, [uid for uid in besides if uid in source])
+        return source.draw(n, [uid for uid in besides if uid in source], domain, chooser)
 
     def left(self, besides: Collection[str] = (), domain: str | None = None) -> int:
         """Number of prompts of a domain besides those with these uids."""

@@ -28,6 +28,9 @@ class RoundHooks:
 
     stop: EarlyStop | None = None
     """Asked about a group that still decodes each time some of its completions finish."""
+    pilot: int | None = None
+    """Completions of a group that begin with the round. The others begin once these are scored,
+    unless `stop` then `stops` the group."""
     replaces = False
     """Whether `another` may return a group."""
 

@@ -11,6 +11,7 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from lit_rlsched.data.source import DomainSource
+    from lit_rlsched.scheduling.prompt_choice import Chooser
 
 
 class Pool:
@@ -25,6 +26,8 @@ class Pool:
         self.sampling, self.num_generations = sampling, num_generations
         self.source: DomainSource | None = source
         """Gives the next prompts; set by `connect` once they are tokenised."""
+        self.chooser: Chooser | None = None
+        """Chooses among them: `PromptChoice`."""
         self.runs = 0
         """Number of Trainers before this one."""
         self._groups: dict[str, Group] = {}
@@ -86,7 +89,7 @@ class Pool:
         """Add the next `n` prompts of a domain that the pool does not have."""
         assert self.source is not None
         drawn = []
-        for draw in self.source.draw(n, self._uids(), domain):
+        for draw in self.source.draw(n, self._uids(), domain, self.chooser):
             launched = rule.launched(self.num_generations)
             drawn.append(repeat(draw.prompt, launched, draw.key, self.sampling))
             self.add(drawn[-1])
@@ -137,8 +140,9 @@ class Pool:
         from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
 
         source = None if self.source is None else self.source.state_dict()
-        audit = self._audit.state_dict()
-        return {"source": source, "pool": pack(self), "audit": audit, "runs": self.runs}
+        chooser = None if self.chooser is None else self.chooser.state_dict()
+        state = {"source": source, "chooser": chooser, "pool": pack(self), "runs": self.runs}
+        return state | {"audit": self._audit.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
         """Restore pool and position in the data; `prompt` finds a prompt by its uid."""
@@ -147,5 +151,7 @@ class Pool:
         if state["source"] is not None:
             assert self.source is not None
             self.source.load_state_dict(state["source"])
+        if self.chooser is not None and state["chooser"] is not None:
+            self.chooser.load_state_dict(state["chooser"])
         self._groups = {group.id: group for group in unpack(state["pool"], prompt)}
         self._audit, self.runs = PoolAudit.from_state(state["audit"]), state["runs"]

@@ -189,9 +189,6 @@ class Rollout:
         result.failures, result.metrics = self._failures, self._metrics
         if self._drafts.tokens:
             result.metrics["time/drafts"] = self._verifying
-        if self.hooks.replaces:
-            batches = len(self.state.due) / self.rule.update_prompts
-            result.metrics["dynamic_sampling/num_gen_batches"] = batches
         if (control_tokens := self.session.control_tokens) is not None:
             result.metrics |= control_tokens.of_prompts(group.prompt for group in self.state.due)
         result.metrics["time/rollout"] = self._seconds
@@ -302,7 +299,9 @@ class Rollout:
         `due` of the completions do not only use free slots.
         """
         worker, turns = self.session.worker, self.session.turns
-        if self.hooks.replaces or (turns is not None and turns.tools.tool_steps is not None):
+        if self.hooks.replaces or self.hooks.pilot:
+            return True
+        if turns is not None and turns.tools.tool_steps is not None:
             return True
         if self._lengths is not None and worker.may_wait(due):
             return True
@@ -323,7 +322,11 @@ class Rollout:
             self._came_finished.append(sample)
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
-        return [sample for sample in samples if not sample.completion.finished]
+        return [s for s in samples if not (s.completion.finished or self._later(s.completion))]
+
+    def _later(self, completion: Completion) -> bool:
+        """Whether a completion begins only after the first ones of its group."""
+        return not completion.token_ids and completion.index >= (self.hooks.pilot or math.inf)
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""
@@ -422,6 +425,8 @@ class Rollout:
                 yield from self._scored()
             if stop and undecoded[group.id] and stop.stops(group):
                 yield from self._stop(group, [c for c in group.completions if c.finished])
+            elif decodes and self.hooks.pilot:
+                self._submit_first(Sample(group, c) for c in group.completions if self._later(c))
 
     def _wait_for_score(self, most: float = POLL_SECONDS, stops: bool = False) -> float:
         """Wait for a score and return the seconds it took; `stops`: instead of decoding."""
@@ -491,7 +496,12 @@ class Rollout:
             if (another := self.hooks.another(group, self.state)) is not None:
                 self.state.add(another)
                 self._verify([another], self._discard([another]))
-                self._take(self._requests.make_way())
-                self._submit(self._unfinished([Sample(another, c) for c in another.completions]))
-                self._requests.go_on()
+                samples = [Sample(another, c) for c in another.completions]
+                self._submit_first(self._unfinished(samples))
             yield group
+
+    def _submit_first(self, samples: Iterable[Sample]) -> None:
+        """Submit completions before those that only use free slots."""
+        self._take(self._requests.make_way())
+        self._submit([*samples])
+        self._requests.go_on()

@@ -79,11 +79,14 @@ def _verifier(schedule: Schedule, facts: RunFacts) -> str:
     return f"`{[*found, type(schedule.rule).__name__][0]}`"
 
 
+def _stops_early(schedule: Schedule) -> bool:
+    return schedule.selection is not None and schedule.selection.reward_range is not None
+
+
 def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
     """What lets rewards decide which prompts are in time, where prompts may overtake others."""
-    selection = schedule.selection
-    who = "`DynamicSampling`" if schedule.max_num_gen_batches > 1 else ""
-    if selection is not None and selection.reward_range is not None:
+    who = "`DynamicSampling`" if schedule.replacement else ""
+    if _stops_early(schedule):
         who = "`DownSampling(early_stop=True)`"
     return when(schedule.rule.reorders and who, rewards=who)
 
@@ -184,11 +187,29 @@ COMBINATIONS: Sequence[Combination] = [
         ),
     ),
     Combination(
-        "`DynamicSampling`",
-        "`advantage='reinforce++'`",
+        "{needs}",
+        "`advantage='{f.module[advantage]}'`",
         "rewards are compared over the whole update there, so prompts whose rewards are all equal "
         "are useful too. Leave one of the two out.",
-        lambda s, f: when(s.max_num_gen_batches > 1 and f.trains and not f.learner.needs_group),
+        lambda s, f: when(
+            f.trains and not f.learner.needs_group and (s.replacement or s.pilot),
+            needs="`PromptBudget`" if s.pilot else "`DynamicSampling`",
+        ),
+    ),
+    Combination(
+        "`PromptBudget(pilot={s.pilot})`",
+        "`num_generations={f.settings.num_generations}`",
+        "nothing is left to draw later. Use a smaller `pilot`, or more `num_generations`.",
+        lambda s, f: when(s.pilot and s.pilot >= f.settings.num_generations),
+    ),
+    Combination(
+        "`PromptBudget`",
+        "{rule}",
+        "both would decide which completions are in time. Leave one of the two out.",
+        lambda s, f: when(
+            s.pilot and (s.rule.ends_early or _stops_early(s)),
+            rule=_verifier(s, f) if s.rule.ends_early else "`DownSampling(early_stop=True)`",
+        ),
     ),
     Combination(
         "`DynamicSampling(max_num_gen_batches={s.max_num_gen_batches})`",
@@ -274,6 +295,9 @@ _SHOWN = {
     "sampling": "top_p, top_k or min_p",
     "who": "a rule that verifies tokens",
     "rewards": "`DynamicSampling` or `DownSampling(early_stop=True)`",
+    "needs": "`DynamicSampling` or `PromptBudget`",
+    "rule": "A rule that ends rounds early, or `DownSampling(early_stop=True)`",
+    "f.module[advantage]": "reinforce++",
     "one": "`AsyncRollout`, `RolloutWindow`, `SortedBatching`",
     "other": "`TailBatching` or another of these",
     "use": "Use less, or a",

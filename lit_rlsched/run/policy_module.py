@@ -268,6 +268,10 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
     def needs_group(self) -> bool:
         return True
 
+    @property
+    def tracks_rewards(self) -> bool:
+        return False
+
     def needs_engine_logprobs(self, off_policy: bool) -> bool:
         if self.hparams.old_logprobs is None:
             return off_policy and self.hparams.loss_type != "rloo"

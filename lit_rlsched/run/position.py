@@ -15,6 +15,7 @@ from lit_rlsched.run.advice import Advice
 from lit_rlsched.run.record import RunRecord
 from lit_rlsched.run.startup import Startup
 from lit_rlsched.run.trainer import Clock, FitSettings
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.scheduling.round_rule import FullRound
 from lit_rlsched.scheduling.timeline import Timeline
 from lit_rlsched.training.draft_verifier import Drafts
@@ -40,6 +41,8 @@ class RunPosition:
         """What callbacks may know of the run when they set the schedule."""
         self.pool = Pool(settings.sampling, settings.num_generations)
         """Groups drawn from the data and not yet trained on; do not read it beside an update."""
+        self.statistics = PromptStatistics()
+        """What is known of each prompt."""
         self.drafts = Drafts()
         """Weights of earlier policies, to verify what they have drawn."""
         self.ahead: Rollout | None = None
@@ -99,6 +102,7 @@ class RunPosition:
             self.pool.runs,
             self.trainer.precision_plugin.forward_context,
             self.team,
+            self.statistics,
         )
 
     @property

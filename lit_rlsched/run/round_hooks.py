@@ -15,9 +15,9 @@ from lit_rlsched.run.position import RunPosition
 from lit_rlsched.scheduling.round_rule import RoundState
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.training.micro_batches import OptimizerStep
-from lit_rlsched.training.round import Round, check_rewards, drop_stale, huge_rewards
+from lit_rlsched.training.round import Round, check_rewards, drop_stale, huge_rewards, reward_matrix
 from lit_rlsched.training.round_metrics import measure
-from lit_rlsched.training.selection import Stop, count_drops, is_uninformative
+from lit_rlsched.training.selection import Pilot, Stop, count_drops
 from lit_rlsched.training.streaming import Parts
 from lit_rlsched.types import Completion, Group
 
@@ -53,7 +53,7 @@ class TrainerHooks(RoundHooks):
         self._trainer, schedule = run.trainer, run.schedule
         self.number, self.version, self.update = number, self._trainer.global_step, run.update
         self._run, self._rule = run, schedule.rule
-        self.replaces = schedule.max_num_gen_batches > 1
+        self.replaces = schedule.replacement is not None
         self.sequences = self._rule.update_prompts * run.settings.num_generations
         """Completions of an update."""
         # divides gradients before it is known what is dropped; beside an update there are none
@@ -71,6 +71,8 @@ class TrainerHooks(RoundHooks):
         selection = self._run.schedule.selection  # which the hook may have changed
         if selection is not None and selection.reward_range is not None:
             self.stop = Stop(selection, self.update.weights)
+        elif (pilot := self._run.schedule.pilot) is not None:
+            self.stop, self.pilot = Pilot(pilot, self.update.weights), pilot
 
     def verify(self, groups: Sequence[Group], version: int) -> DraftAudit:
         run, policy = self._run, self._run.startup.policy
@@ -85,11 +87,9 @@ class TrainerHooks(RoundHooks):
         fire(self._trainer, "on_group_end", group)
 
     def another(self, group: Group, state: RoundState) -> Group | None:
-        """Replace a prompt whose completions all have the same reward: DAPO's rule."""
-        run, rule = self._run, self._rule
-        drops = is_uninformative(group, self.update.weights)  # also where nothing replaces it
-        most = run.schedule.max_num_gen_batches * rule.update_prompts
-        if not drops or len(state.due) >= most:
+        run, rule, replacement = self._run, self._rule, self._run.schedule.replacement
+        size = len(state.due), rule.update_prompts
+        if replacement is None or not replacement.replaces(group, *size, self.update.weights):
             return None
         return run.pool.replacement(group, state.planned, rule)
 
@@ -132,6 +132,8 @@ class TrainerHooks(RoundHooks):
         for text in self._run.advice.of_rewards(huge_rewards(round, names, update.weights)):
             rank_zero_warn(text)
         round.metrics |= measure(round, result, names, update) | result.metrics
+        rewards = reward_matrix(round.groups, update.weights).tolist()
+        self._run.statistics.observe(round.number, round.groups, rewards)
         counts = {
             "num_completions": len(round.completions),
             "num_tokens": sum(map(len, round.samples)),

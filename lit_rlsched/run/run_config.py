@@ -104,8 +104,8 @@ def logged_settings(
 
 
 def algorithm(module: LightningModule) -> str:
-    """Return the name of the method that trains: `grpo`, `reinforce++`, or the module's class."""
-    if (advantage := module.hparams.get("advantage")) == "reinforce++":
+    """Return the name of the method that trains: `grpo`, the advantage, or the module's class."""
+    if (advantage := module.hparams.get("advantage")) in ("reinforce++", "tracker"):
         return str(advantage)
     return type(module).__name__.removesuffix("Module").lower()
 

@@ -123,6 +123,10 @@ class TrainingRun(RunPosition):
         self.facts = startup.facts
         if startup.prompts.train:
             self.pool.connect(startup.source)
+        self.pool.chooser = self.schedule.chooser
+        for reads in (self.schedule.chooser, self.schedule.lengths):
+            if reads is not None:
+                reads.connect(self.statistics)
         self.lead(self._start_session)
         self._started = True
 

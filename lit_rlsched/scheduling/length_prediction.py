@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from lit_rlsched.scheduling.prompt_statistics import HALF_LIFE, PromptStatistics
 from lit_rlsched.settings import RemembersInit, UsageError
 from lit_rlsched.types import Sample
 
-HALF_LIFE = 4.0
+WAIT_HALF_LIFE = 4.0
 """Rounds after which the waits of a round for tools count half."""
 BINS = 256
 """Bins of the length histogram, each 5 % wider than the last; the last one starts at 344,000."""
@@ -23,12 +24,16 @@ PLAIN = (type(None), bool, int, float, str)
 class LengthPredictor(RemembersInit, ABC):
     """Predicts how many tokens unfinished completions will still draw.
 
+    The run sets `statistics`: what it knows of each prompt.
+
     Example::
 
         class PromptLength(LengthPredictor):
             def predict(self, samples):
                 return [3.0 * len(sample.group.prompt.token_ids) for sample in samples]
     """
+
+    statistics = PromptStatistics()
 
     @abstractmethod
     def predict(self, samples: Sequence[Sample]) -> Sequence[float]:
@@ -70,38 +75,23 @@ def tensor(values: np.ndarray) -> Any:
 class PromptHistory(LengthPredictor):
     """Predicts from the lengths of the run, and of earlier completions of the same prompt.
 
-    A histogram holds the lengths of the run, with decaying weights. A prompt scales it by its own
-    ratio: the decayed mean of its lengths relative to the run's mean at that time, shrunk towards 1
-    while few are known. A completion of `d` tokens gets the mean residual life `E[L - d | L > d]`
-    of the scaled histogram, or the maximum if no completion was ever that long.
-
-    Memory: the histogram, and two numbers for each of the `max_prompts` prompts observed last.
+    A histogram holds the lengths of the run, with decaying weights. A prompt scales it by the
+    `relative_length` in the run's statistics. A completion of `d` tokens gets the mean residual
+    life `E[L - d | L > d]` of the scaled histogram, or the maximum if no completion was ever that
+    long.
 
     Args:
-        decay: Weight of a prompt's completion relative to its next one.
         shrinkage: Number of completions of a prompt that weigh as much as the run's mean.
         half_life: Completions of the run after which one counts half.
-        max_prompts: Maximum number of prompts to remember.
     """
 
-    def __init__(
-        self,
-        decay: float = 0.9,
-        shrinkage: float = 4.0,
-        half_life: float = 2000.0,
-        max_prompts: int = 100_000,
-    ) -> None:
-        self.decay, self.shrinkage = decay, shrinkage
-        self.half_life, self.max_prompts = half_life, max_prompts
+    def __init__(self, shrinkage: float = 4.0, half_life: float = HALF_LIFE) -> None:
+        self.shrinkage, self.half_life = shrinkage, half_life
         self._histogram = np.zeros((2, BINS))  # weight, tokens
-        self._prompts: dict[str, tuple[float, float]] = {}  # weight, weighted sum of ratios
 
     def ratio(self, uid: str) -> float:
         """Mean length of a prompt's completions over the run's mean; 1 for an unknown prompt."""
-        if uid not in self._prompts:
-            return 1.0
-        weight, total = self._prompts[uid]
-        return (total + self.shrinkage) / (weight + self.shrinkage)
+        return self.statistics.relative_length(uid, self.shrinkage)
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         caps = np.array([s.group.sampling.max_completion_length for s in samples])
@@ -116,7 +106,7 @@ class PromptHistory(LengthPredictor):
         return within_limit(samples, expected - drawn(samples)).tolist()
 
     def observe(self, samples: Sequence[Sample]) -> None:
-        """Update the histogram, then the ratio of each prompt."""
+        """Update the histogram."""
         if not samples:
             return
         lengths = np.maximum(drawn(samples), 1.0)
@@ -124,28 +114,12 @@ class PromptHistory(LengthPredictor):
         bins = np.minimum(20 * np.log(lengths), BINS - 1).astype(int)
         np.add.at(self._histogram, (0, bins), 1.0)
         np.add.at(self._histogram, (1, bins), lengths)
-        weight, tokens = self._histogram.sum(1)
-        for sample, length in zip(samples, lengths.tolist(), strict=True):
-            uid = sample.group.prompt.uid
-            count, total = self._prompts.pop(uid, (0.0, 0.0))
-            ratio = length * float(weight / tokens)
-            self._prompts[uid] = (count * self.decay + 1.0, total * self.decay + ratio)
-        while len(self._prompts) > self.max_prompts:
-            del self._prompts[next(iter(self._prompts))]
 
     def state_dict(self) -> dict[str, Any]:
-        """The histogram and the ratios; the prompts observed last come last."""
-        ratios = np.array(list(self._prompts.values())).reshape(len(self._prompts), 2)
-        return {
-            "histogram": tensor(self._histogram),
-            "uids": list(self._prompts),
-            "ratios": tensor(ratios),
-        }
+        return {"histogram": tensor(self._histogram)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._histogram = state["histogram"].numpy().copy()
-        ratios = [(weight, total) for weight, total in state["ratios"].tolist()]
-        self._prompts = dict(zip(state["uids"], ratios, strict=True))
 
 
 class CalibratedPredictor:
@@ -166,6 +140,14 @@ class CalibratedPredictor:
         self._warned = False
         self._waits: dict[str, tuple[float, float]] = {}
         """Tokens drawn and decode steps waited for tools, by environment, with decaying weights."""
+        self.connect(PromptStatistics())
+
+    def connect(self, statistics: PromptStatistics) -> None:
+        """Let predictor and history read what the run knows of each prompt."""
+        self.statistics = statistics
+        of_predictor = getattr(self.predictor, "history", self.predictor)
+        for each in (self.history, self.predictor, of_predictor):
+            each.statistics = statistics
 
     def start_round(self) -> None:
         """Forget a round that was interrupted; it is drawn again."""
@@ -232,7 +214,7 @@ class CalibratedPredictor:
                 pairs.append((expected, from_history, came))
         self.invalid += self._invalid
         self.start_round()
-        fade = 0.5 ** (1 / HALF_LIFE)
+        fade = 0.5 ** (1 / WAIT_HALF_LIFE)
         self._waits = {n: (t * fade, w * fade) for n, (t, w) in self._waits.items() if t > 1.0}
         for sample in finished:
             tokens, waited = self._waits.get(name := _environment(sample), (0.0, 0.0))

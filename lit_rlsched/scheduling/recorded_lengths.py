@@ -35,10 +35,10 @@ class LogNormalLengths:
 
 
 class TraceLengths:
-    """Recorded completion lengths."""
+    """Recorded completion lengths: given, or the folder of a run with traces."""
 
     def __init__(self, lengths: str | Path | Mapping[str, int] | Sequence[int]) -> None:
-        self.lengths = _read(Path(lengths)) if isinstance(lengths, str | Path) else lengths
+        self.lengths = _read(lengths) if isinstance(lengths, str | Path) else lengths
         if not self.lengths:
             raise UsageError("a trace needs at least one length")
 
@@ -54,11 +54,11 @@ class Oracle(LengthPredictor):
     """Knows all lengths: the bound of what a predictor can achieve, for simulations and tests.
 
     Args:
-        trace: Lengths by request id (`<group id>/<index>`); or a path as in `TraceLengths`, with
-            the column `request`. A run with the same settings draws the same lengths again.
+        trace: Lengths by request id (`<group id>/<index>`), or the folder of a run with traces. A
+            run with the same settings draws the same lengths again.
 
     Raises:
-        UsageError: The file does not exist, or does not name the request of each length.
+        UsageError: The folder has no traces, or the lengths name no requests.
     """
 
     def __init__(self, trace: str | Path | Mapping[str, int]) -> None:
@@ -66,7 +66,7 @@ class Oracle(LengthPredictor):
         if not isinstance(recorded, Mapping) or not recorded:
             raise UsageError(
                 f"`Oracle(trace={trace!r:.80})` does not name the request of each length. Give "
-                "lengths by request id, or a trace with a column `request`."
+                "lengths by request id, or the folder of a run with traces."
             )
         self.lengths = recorded
 
@@ -76,30 +76,9 @@ class Oracle(LengthPredictor):
         return within_limit(samples, totals - drawn(samples)).tolist()
 
 
-def _read(path: Path) -> Mapping[str, int] | list[int]:
-    """Read lengths; the spans of a resumed request add up."""
-    import pyarrow as pa
-    from pyarrow import json, parquet
-
-    read = parquet.read_table if path.suffix == ".parquet" else json.read_json
-    if not path.exists():
-        raise UsageError(
-            f"trace {str(path)!r}: there is no such file or folder. Give the path of a trace."
-        )
-    try:
-        table = Traces(path).rows("spans") if path.is_dir() else read(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UsageError(f"trace {str(path)!r} cannot be read as rows ({error})") from error
-    names = {name for row in table for name in row} & {"request"} | {"tokens"}
-    for number, row in enumerate(table or [{}]):
-        if lacking := [name for name in sorted(names) if row.get(name) is None]:
-            raise UsageError(
-                f"trace {str(path)!r} needs rows with a column `{lacking[0]}`, as spans have; row "
-                f"{number} (the first is 0) has none"
-            )
-    if "request" not in names:
-        return [row["tokens"] for row in table]
+def _read(folder: str | Path) -> Mapping[str, int]:
+    """Read the lengths of a run; the spans of a resumed request add up."""
     totals: Counter[str] = Counter()
-    for row in table:
+    for row in Traces(folder).rows("spans"):
         totals[row["request"]] += row["tokens"]
     return totals

@@ -91,7 +91,6 @@ class TokenConditioned(LengthPredictor):
         features: Number of features of the hashed tokens.
         ridge: Penalty on the squared weights.
         half_life: Completions after which one counts half.
-        history: Gives the prompt's length ratio, a feature (default: `PromptHistory()`).
         max_waiting: Maximum number of unfinished completions whose features are kept.
 
     Raises:
@@ -103,11 +102,10 @@ class TokenConditioned(LengthPredictor):
         features: int = 512,
         ridge: float = 5.0,
         half_life: float = 4000.0,
-        history: PromptHistory | None = None,
         max_waiting: int = 16_384,
     ) -> None:
         self.ridge, self.half_life, self.max_waiting = ridge, half_life, max_waiting
-        self.history = history or PromptHistory()
+        self.history = PromptHistory()
         self.features, self.size = features, features + 7
         """Number of all features, with the 7 of `_scalars`."""
         self._gram = np.zeros((self.size, self.size))

@@ -137,8 +137,8 @@ class Outcome:
 
 def unsupported(schedule: Schedule) -> str | None:
     """Say what of a schedule depends on more than lengths, or `None`."""
-    if schedule.max_num_gen_batches > 1:
-        return "which prompts `DynamicSampling` replaces depends on rewards"
+    if schedule.replacement or schedule.pilot or schedule.chooser:
+        return "it depends on rewards; `--success_rates` says what is saved in tokens"
     if schedule.selection is not None and schedule.selection.reward_range:
         return "when `DownSampling(early_stop=True)` stops depends on rewards"
     if schedule.slots.memory_budget is not None:

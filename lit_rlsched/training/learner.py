@@ -28,6 +28,8 @@ class Learner(Protocol):
     """Whether a completion with zero advantage has zero gradient."""
     needs_group: bool
     """Whether an advantage is relative to the completion's group, not to the whole update."""
+    tracks_rewards: bool
+    """Whether rewards are given less what the run's statistics expect of their prompt."""
 
     def streaming_obstacle(self) -> str | None:
         """Say why gradients need the whole update, or `None` if they can be accumulated."""
@@ -80,6 +82,7 @@ class PlainLearner:
     needs_reference = False
     skip_zero_advantage = False
     needs_group = True
+    tracks_rewards = False
 
     def streaming_obstacle(self) -> str | None:
         return "it takes its micro-batches in `training_step`, after the whole update is drawn"

@@ -126,8 +126,9 @@ def _check_files(model: str) -> None:
         files = [folder]
     if files:
         raise UsageError(
-            f"`model={model}`: a GGUF file is read by other programs. Write a folder from it with "
-            f"`lit-rlsched convert --file {files[0]} --out FOLDER`, and give that folder."
+            f"`model={model}`: a GGUF file is read by other programs. Train from the files of which "
+            f"it was made, or let transformers read `{files[0].name}` (`from_pretrained(..., "
+            "gguf_file=...)`), save that, and give the folder."
         )
     if folder.is_file():
         raise UsageError(

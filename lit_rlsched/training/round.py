@@ -8,6 +8,7 @@ import torch
 
 from lit_rlsched.data.repetition import places
 from lit_rlsched.rollout.packing import pack, unpack
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.scheduling.trace import RolloutTrace
 from lit_rlsched.settings import RunFailed
 from lit_rlsched.training.advantages import LARGEST_REWARD, combine_rewards
@@ -144,7 +145,9 @@ def drop_stale(round: Round, most: int | None) -> None:
             completion.dropped = completion.dropped or "stale"
 
 
-def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> None:
+def set_advantages(
+    round: Round, learner: Learner, weights: Sequence[float], statistics: PromptStatistics
+) -> None:
     """Let the learner compute advantages from the round's rewards.
 
     Dropped completions have no part in it. A completion whose advantage is not finite is dropped as
@@ -155,6 +158,9 @@ def set_advantages(round: Round, learner: Learner, weights: Sequence[float]) -> 
     completions = round.completions
     dropped = torch.tensor([c.dropped is not None for c in completions])
     rewards[at] = rewards[at].masked_fill(dropped, torch.nan)
+    if learner.tracks_rewards:
+        expected = statistics.means(group.prompt.uid for group in round.groups)
+        rewards = rewards - torch.from_numpy(expected)[:, None]
     advantages = learner.compute_advantages(rewards, logprobs)
     wrong = ~rewards.isnan() & ~(advantages.abs() <= LARGEST_REWARD)
     advantages = advantages.masked_fill(wrong, 0.0)

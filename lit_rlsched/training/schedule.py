@@ -1,6 +1,6 @@
 """The user's settings of a run, and its schedule: everything that callbacks set."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from lit_rlsched.environments.protocol import ToolSettings
 from lit_rlsched.rewards.scheduler import RewardScheduler
 from lit_rlsched.scheduling.admission import SlotSettings
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor
+from lit_rlsched.scheduling.prompt_choice import Chooser
 from lit_rlsched.scheduling.rollpacker import AdaptiveTimeout
 from lit_rlsched.scheduling.round_rule import RoundRule
 from lit_rlsched.training.learner import Learner, PlainLearner
@@ -82,6 +83,15 @@ class RunSettings:
         return self.steps_per_round * self.num_iterations
 
 
+class Replacement(Protocol):
+    """Decides which prompts are replaced in their round; see `DynamicSampling`."""
+
+    max_num_gen_batches: int
+
+    def replaces(self, group: Group, due: int, prompts: int, weights: Sequence[float]) -> bool:
+        """Whether another prompt takes the place of a complete group; if so, drop the group."""
+
+
 @dataclass(slots=True)
 class Schedule:
     """Settings that the callbacks of one run have made, one field each; every run has a new one.
@@ -100,9 +110,12 @@ class Schedule:
     """Completion length at which it predicts; `None`: chosen by `resolved_probe_tokens`."""
     selection: Selection | None = None
     """Which completions are trained on: `DownSampling`."""
-    max_num_gen_batches: int = 1
-    """A round may draw this many times its prompts, to replace prompts whose completions all have
-    the same reward: `DynamicSampling`."""
+    replacement: Replacement | None = None
+    """Which prompts are replaced: `DynamicSampling`."""
+    chooser: Chooser | None = None
+    """Which prompts are drawn: `PromptChoice`."""
+    pilot: int | None = None
+    """Completions of a prompt before it is known whether it gets all: `PromptBudget`."""
     streaming: float | None = None
     """Share of an update that is ready before gradients are computed: `StreamedTraining`."""
     ahead: bool = False
@@ -117,6 +130,11 @@ class Schedule:
     """Callbacks that need an engine that decodes while the trainer computes."""
     trains_on_stale: str | None = None
     """Setting with which rounds train on tokens of earlier policy versions."""
+
+    @property
+    def max_num_gen_batches(self) -> int:
+        """A round may draw this many times its prompts."""
+        return 1 if self.replacement is None else self.replacement.max_num_gen_batches
 
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""

@@ -37,15 +37,6 @@ def count_drops(round: Round) -> Counter[str]:
     return Counter(f"dropped/{why}" for why in reasons)
 
 
-def is_uninformative(group: Group, weights: Sequence[float]) -> bool:
-    """Whether a scored group has no differing rewards; if so, drop it."""
-    rewards = reward_matrix([group], weights)[0].numpy()
-    if informative(rewards):
-        return False
-    drop(group, rewards, "uninformative")
-    return True
-
-
 @dataclass(slots=True)
 class Selection:
     """Down-sampling (PODS, arXiv 2504.13818): train on `keep` completions of each group."""
@@ -110,6 +101,23 @@ class Stop:
         best = (rewards >= high - slack).sum()
         half, rest = keep // 2, keep - keep // 2
         return bool(min(worst, best) >= half and max(worst, best) >= rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Pilot:
+    """Stops a group whose first completions all have the same reward."""
+
+    size: int
+    weights: Sequence[float]
+
+    def waits(self, group: Group) -> bool:
+        """Whether the first completions have finished, and no other has begun."""
+        first, others = group.completions[: self.size], group.completions[self.size :]
+        return all(c.finished for c in first) and not any(c.token_ids for c in others)
+
+    def stops(self, group: Group) -> bool:
+        """Whether the first completions teach nothing."""
+        return not informative(reward_matrix([group], self.weights)[0].numpy())
 
 
 def selection_metrics(round: Round, result: RoundResult) -> dict[str, float]:

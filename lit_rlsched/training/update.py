@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lit_rlsched.ranks import Team
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.training.learner import Learner, PlainLearner
 from lit_rlsched.training.micro_batches import MicroBatch, OptimizerStep, Trained
 from lit_rlsched.training.precision import ForwardContext
@@ -32,6 +33,7 @@ class Update:
     """Trainers before this one."""
     forward_context: ForwardContext = nullcontext
     team: Team = field(default_factory=Team)
+    statistics: PromptStatistics = field(default_factory=PromptStatistics)
 
     @property
     def weights(self) -> Sequence[float]:
@@ -66,7 +68,7 @@ class Update:
         plain = isinstance(learner, PlainLearner) and self.off_policy
         if self.needs_old_logprobs or plain or learner.needs_reference:
             self._score(part)
-        set_advantages(part, learner, self.weights)
+        set_advantages(part, learner, self.weights, self.statistics)
         if selection and selection.full_scope:
             self._select(part, selection)
 

@@ -1,4 +1,5 @@
 import pytest
+import torch
 from seen_rounds import Rounds
 
 from lit_rlsched import GRPOModule
@@ -7,8 +8,12 @@ from lit_rlsched.callbacks import (
     DynamicSampling,
     LengthPrediction,
     MicroGroupSampling,
+    PromptBudget,
+    RolloutWindow,
+    StreamedTraining,
 )
 from lit_rlsched.data.source import PromptSource
+from lit_rlsched.training.advantages import group_relative
 
 ROWS = [
     {"prompt": f"{a}*{b}=", "answer": str((a * b + a) % 3), "uid": f"{a}*{b}"}
@@ -150,3 +155,44 @@ def test_with_down_sampling(fit, tiny_model):
     assert counters["dropped/down_sampled"] == 2 * 4 * 2
     uninformative = sum(len(r.groups) - 4 for r in recorder.rounds) * 4
     assert counters["dropped/uninformative"] == uninformative > 0
+
+
+def first_round(fit, *callbacks, delay=0):
+    recorder = Rounds()
+    settings = {"train_data": ROWS, "reward_funcs": [reward(delay)], "reward_workers": 1 + delay}
+    fit(callbacks=[recorder, *callbacks], trainer={"max_epochs": 1}, **settings)
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [],
+        lambda: [MicroGroupSampling(3, order="longest_first"), LengthPrediction(probe_tokens=4)],
+        lambda: [RolloutWindow(8), StreamedTraining(start=0)],
+        lambda: [DynamicSampling(2)],
+        lambda: [DownSampling(2)],
+    ],
+    ids=["alone", "few slots", "window", "dynamic", "down-sampling"],
+)
+def test_a_prompt_whose_first_rewards_are_equal_gets_no_more_completions(fit, others):
+    """Those that it gets are those of a plain round, whatever slots and rewards take."""
+    whole = {g.id: [c.token_ids for c in g.completions] for g in first_round(fit).rounds[0].groups}
+    for delay in (0, 1):
+        run = first_round(fit, PromptBudget(2), *others(), delay=delay)
+        (found,) = run.rounds
+        sizes = [4 if teaches(group.prompt) else 2 for group in found.groups]
+        assert [len(group.completions) for group in found.groups] == sizes and 2 in sizes
+        for group in found.groups:
+            if group.id in whole:  # else it replaces one
+                drawn = [c.token_ids for c in group.completions]
+                assert drawn == whole[group.id][: len(drawn)]
+        assert found.metrics["prompt_budget/whole_share"] == sizes.count(4) / len(sizes)
+        assert run.counters[0]["dropped/stopped"] == 2 * sizes.count(2)
+        assert len(run.completions) == sum(sizes) == len({id(c) for c in run.completions})
+        for group in found.groups:
+            kept = [c for c in group.completions if not c.dropped]
+            rewards = torch.tensor([[c.scores[0] for c in kept]], dtype=torch.float64)
+            if len(kept) > 1:
+                advantages = group_relative(rewards)[0].tolist()
+                assert [c.advantage for c in kept] == pytest.approx(advantages, abs=1e-9)

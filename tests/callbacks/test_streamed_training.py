@@ -12,6 +12,7 @@ from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
+    PromptBudget,
     MicroGroupSampling,
     RolloutWindow,
     SortedBatching,
@@ -121,6 +122,7 @@ SCHEDULES = {
     "down-sampling": lambda: [DownSampling(2)],
     "full scope": lambda: [DownSampling(2, advantage_scope="full")],
     "dynamic": lambda: [DynamicSampling()],
+    "budget": lambda: [PromptBudget(2)],
     "window": lambda: [RolloutWindow()],
     "window overtaking": lambda: [RolloutWindow(overtake=1)],
     "early stop": lambda: [

@@ -1,10 +1,8 @@
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.replay import RecordedCompletions
@@ -14,6 +12,7 @@ from lit_rlsched.scheduling.recorded_lengths import (
     LogNormalLengths,
     TraceLengths,
 )
+from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Event, Request, Sampling
 
@@ -142,18 +141,12 @@ def test_log_normal_lengths() -> None:
     assert by_seed(request("a")) == by_seed(request("b"))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_trace_is_replayed(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"spans.{kind}"
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
     spans = {"request": ["a", "b", "a"], "tokens": [30, 20, 12]}  # `a` was resumed
-    if kind == "parquet":
-        pq.write_table(pa.table(spans), path)
-    else:
-        rows = zip(*spans.values(), strict=True)
-        path.write_text(
-            "".join(json.dumps(dict(zip(spans, row, strict=True))) + "\n" for row in rows)
-        )
-    engine = start(SimulatedEngine(path))
+    writer = TraceWriter(tmp_path)
+    writer.begin(1, {})
+    writer.add(1, {"spans": pa.table(spans)})
+    engine = start(SimulatedEngine(tmp_path))
     engine.submit([request("a"), request("b")])
     assert told(engine.step()) == {"a": (20, None), "b": (20, "stop")}
     assert told(engine.step()) == {"a": (22, "stop")}
@@ -162,14 +155,9 @@ def test_a_trace_is_replayed(tmp_path: Path, kind: str) -> None:
     assert engine.stats().running == 0
 
 
-def test_a_list_of_lengths_is_drawn_from(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('{"tokens": 10}\n{"tokens": 20}\n{"tokens": 30}\n')
-    for trace in (TraceLengths([10, 20, 30]), TraceLengths(str(path))):
-        assert {trace(request(f"r{i}")) for i in range(50)} == {10, 20, 30}
-    path.write_text('{"length": 10}\n')
-    with pytest.raises(UsageError, match="`tokens`"):
-        TraceLengths(path)
+def test_a_list_of_lengths_is_drawn_from() -> None:
+    trace = TraceLengths([10, 20, 30])
+    assert {trace(request(f"r{i}")) for i in range(50)} == {10, 20, 30}
 
 
 def test_it_jumps_to_the_next_pause() -> None:

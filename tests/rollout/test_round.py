@@ -4,12 +4,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.training.advantages import batch_normalized, group_relative
 from lit_rlsched.training.learner import PlainLearner
 from lit_rlsched.training.round import Round, cells, check_rewards, reward_matrix, set_advantages
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
-NAN = torch.nan
+NAN, KNOWN = torch.nan, PromptStatistics()
 
 
 def group(name, scores, lengths=None):
@@ -68,16 +69,33 @@ class BatchLearner(PlainLearner):
 
 def test_advantages_reach_the_completions_they_are_of():
     round = Round(0, 0, ragged())
-    set_advantages(round, BatchLearner(), [1.0, 0.5])
+    set_advantages(round, BatchLearner(), [1.0, 0.5], KNOWN)
     std = math.sqrt((0.25**2 * 2 + 1.25**2 + 1.75**2) / 3) + 1e-4
     expected = [0.25 / std, 0.25 / std, 1.25 / std, 0.0, -1.75 / std]
     assert [c.advantage for c in round.completions] == pytest.approx(expected)
 
 
+class Tracker(BatchLearner):
+    tracks_rewards = True
+
+
+def test_a_tracker_compares_with_what_was_known_before():
+    known = PromptStatistics()
+    known.observe(0, [group("a", {0: [], 1: []}), group("b", {0: []})], [[1.0, 0.0], [1.0]])
+    groups = [group("a", {0: [1.0]}), group("b", {0: [0.0]}), group("c", {0: [1.0], 1: [None]})]
+    set_advantages(Round(0, 0, groups), Tracker(), [1.0], known)
+    a, b, new = known.means("abc")
+    assert a < new < b  # an unknown prompt has the run's mean
+    above = torch.tensor([[1 - a], [0 - b], [1 - new]], dtype=torch.float64)
+    expected = [*batch_normalized(above).flatten().tolist(), 0.0]
+    found = [c.advantage for each in groups for c in each.completions]
+    assert found == pytest.approx(expected)
+
+
 def test_a_place_in_the_matrix_does_not_change_a_group():
     """Two of four completions: compared with each other alone."""
     parts = [group("a", {1: [0.0], 3: [2.0]}), group("b", {0: [5.0], 2: [5.0]})]
-    set_advantages(Round(0, 0, parts), PlainLearner(), [1.0])
+    set_advantages(Round(0, 0, parts), PlainLearner(), [1.0], KNOWN)
     alone = group_relative(torch.tensor([[0.0, 2.0]], dtype=torch.float64))[0].tolist()
     assert [c.advantage for c in parts[0].completions] == pytest.approx(alone)
     assert [c.advantage for c in parts[1].completions] == [0.0, 0.0]
@@ -89,7 +107,7 @@ def test_rounding_noise_is_no_advantage():
             return torch.full_like(rewards, 1e-9)
 
     round = Round(0, 0, ragged())
-    set_advantages(round, Noise(), [1.0, 1.0])
+    set_advantages(round, Noise(), [1.0, 1.0], KNOWN)
     assert [c.advantage for c in round.completions] == [0.0] * 5
 
 
@@ -110,7 +128,7 @@ def test_logprobs_stand_in_the_same_places_as_the_rewards():
         c.ref_logprobs = [-float(i + 11)] * len(c.token_ids)
     groups[1].completions[1].old_logprobs = groups[1].completions[1].ref_logprobs = None  # dropped
     learner = Seen()
-    set_advantages(Round(0, 0, groups), learner, [1.0])
+    set_advantages(Round(0, 0, groups), learner, [1.0], KNOWN)
     none = [0.0, 0.0, 0.0]
     seen = learner.logprobs
     same(seen.old, [none, none, [-1.0] * 3, [-2.0, 0.0, 0.0], none, none])

@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -6,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lit_rlsched.callbacks import DynamicSampling
 from lit_rlsched.scheduling.down_sampling import RULES, informative
 from lit_rlsched.training.round import Round
 from lit_rlsched.training.selection import (
     Selection,
     Stop,
     count_drops,
-    is_uninformative,
 )
 from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
@@ -181,10 +182,11 @@ def test_rounding_of_weighted_rewards_does_not_keep_a_group_from_stopping(weight
 
 def test_a_group_from_which_nothing_can_be_learned_is_dropped():
     equal, differs = group("a", {0: 1.0, 1: 1.0}), group("a", {0: 1.0, 1: 0.0})
-    assert is_uninformative(equal, [1.0])
+    replaces = partial(DynamicSampling().replaces, due=1, prompts=1, weights=[1.0])
+    assert replaces(equal)
     assert [c.dropped for c in equal.completions] == ["uninformative"] * 2
-    assert not is_uninformative(differs, [1.0])
+    assert not replaces(differs)
     assert kept(differs) == differs.completions
     last = group("c", {0: 0.0, 1: None})
-    assert is_uninformative(last, [1.0])
+    assert replaces(last)
     assert [c.dropped for c in last.completions] == ["too_few_scores", "unscored"]

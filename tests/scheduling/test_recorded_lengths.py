@@ -1,4 +1,3 @@
-import json
 import math
 from statistics import NormalDist
 
@@ -68,27 +67,3 @@ def test_a_folder_of_traces_is_read_whole(tmp_path):
         writer.add(number, {"spans": spans, "steps": pa.table({"tokens": [99]})})
     for path in (tmp_path, str(tmp_path)):
         assert dict(TraceLengths(path).lengths) == {"a": 33, "b": 4, "c": 5}
-
-
-def test_blank_lines_of_a_trace_are_skipped(tmp_path):
-    path = tmp_path / "spans.jsonl"
-    path.write_text("\n".join(["", json.dumps({"tokens": 4}), "  ", json.dumps({"tokens": 6})]))
-    assert TraceLengths(path).lengths == [4, 6]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", b'{"tokens": 1}\n{"tokens"', "cannot be read.*row 1"),
-        ("a.jsonl", b'{"tokens": 1}\n[1]', "cannot be read.*row 1"),
-        ("a.jsonl", b'{"tokens": 1}\n{"request": "a", "tokens": 2}', "column `request`.*row 0"),
-        ("a.jsonl", b'{"tokens": 1}\n{"other": 2}', "column `tokens`.*row 1"),
-        ("a.jsonl", b"\xff", "cannot be read"),
-        ("a.parquet", b"PAR1", "cannot be read"),
-        ("a.parquet", b"", "cannot be read"),
-    ],
-)
-def test_a_trace_that_cannot_be_read_is_named(tmp_path, name, content, said):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=rf"{name}'.*{said}"):
-        TraceLengths(tmp_path / name)

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,14 @@ MOST_TEXT = 3_000_000
 """Bytes of all completions and prompts of a page together."""
 MOST_TEXT_OF_ONE = 4000
 """Characters of a cell."""
+MOST_PROMPTS = 2000
+"""Prompts of the report, those that were drawn most often."""
 CURVES = ("reward", "completions/mean_length", "kl", "entropy")
 """Metrics that are shown of each round, besides those of each reward function."""
 OF_ROUND = (
     *("rollout/bubble_ratio", "rollout/tokens_per_second"),
     *("rollout/trained_over_drawn_length", "pool/trained_over_drawn_length"),
+    *("frac_reward_zero_std", "prompt_choice/uniform_zero_std"),
 )
 """Metrics of the rollouts that are shown of each round."""
 KINDS = (
@@ -116,6 +120,7 @@ def run_data(
         "lanes": _seconds_by_lane(traces),
         "lengths": lengths,
         "groups": groups,
+        "prompts": _prompts(traces),
         "timelines": lines,
         "completions": texts,
         "schedules": schedules,
@@ -228,6 +233,17 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
     histograms = {name: np.histogram(of, edges)[0].tolist() for name, of in every.items()}
     shown = {"rounds": _columns(rows, names), "edges": edges.astype(int).tolist()}
     return groups, shown | histograms
+
+
+def _prompts(traces: Traces) -> list[list[Any]]:
+    """Return prompts: how often they were drawn, their mean reward the first and the last time."""
+    drawn: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in traces.rows("completions"):
+        if row["reward"] is not None and math.isfinite(row["reward"]):
+            drawn[row["uid"]][row["request"].rpartition("/")[0]].append(row["reward"])
+    means = {uid: [rounded(fmean(of)) for of in groups.values()] for uid, groups in drawn.items()}
+    rows = [[uid, len(of), of[0], of[-1]] for uid, of in means.items()]
+    return sorted(rows, key=lambda row: -row[1])[:MOST_PROMPTS]
 
 
 def _kind(group: Sequence[Json], best: float, worst: float) -> str:

@@ -32,7 +32,6 @@ function shown(value) {
 }
 
 // ---------------------------------------------------------------- tables
-
 function table(columns, rows, { caption, search = false } = {}) {
   const area = make("div");
   let order = null, down = true, page = 0, words = "";
@@ -87,7 +86,6 @@ function cell_of(value) {
 }
 
 // ---------------------------------------------------------------- charts
-
 function layout_of(more = {}) {
   const line = { gridcolor: css("--grid"), zerolinecolor: css("--grid"), linecolor: css("--line"), automargin: true };
   const { xaxis = {}, yaxis = {}, ...others } = more;
@@ -162,9 +160,8 @@ function lines(parent, title, about, unit, of, names) {
     }) };
   } });
 }
-const WORDS = { "rollout/trained_over_drawn_length": "in each round", "pool/trained_over_drawn_length": "since the run began", "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding" };
+const WORDS = { "rollout/trained_over_drawn_length": "in each round", "pool/trained_over_drawn_length": "since the run began", "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding", "frac_reward_zero_std": "as drawn", "prompt_choice/uniform_zero_std": "in the data's order, estimated" };
 const said = (name) => WORDS[name] || name.match(/^rewards\/(.*)\/mean$/)?.[1] || name.replace(/^val\/mean@(\d+)$/, "$1 samples").replace(/^[a-z_]+\//, "").replaceAll("_", " ");
-
 const patterned = (shape) => ({ shape, solidity: 0.2, size: 7, fillmode: "overlay", fgcolor: css("--paper") });
 // Colour and pattern of a part; those that `looks` does not name have one by their place.
 const look = (looks, name, i) => {
@@ -185,9 +182,7 @@ function bars(parent, title, about, unit, of, looks = {}) {
       table: () => ({ columns: ["round", ...names], rows: columns.round.map((n, k) => [n, ...names.map((name) => columns[name][k])]) }) };
   } });
 }
-
 // ---------------------------------------------------------------- the timeline of a round
-
 const END_SHAPES = ["", ".", "+", "/", "x", "\\"];
 const END_MARKS = ["▮", "▒", "✚", "▨", "▩", "▧"];
 const LANES = { decode: [0, ""], update: [2, ""], gradients: [2, "/"], advantages: [7, ""], weights: [4, ""],
@@ -282,7 +277,6 @@ function timeline(parent) {
 }
 
 // ---------------------------------------------------------------- sections
-
 function section(id, title, about) {
   const grid = make("div", { class: "grid" });
   const whole = make("section", { id, "aria-labelledby": `${id}-title` }, make("h2", { id: `${id}-title` }, title), make("p", { class: "about" }, about), grid);
@@ -348,6 +342,12 @@ function page() {
   const groups = section("groups", "Groups", "Completions of a prompt whose rewards are all equal have no advantage, and GRPO and RLOO learn nothing from them.").grid;
   bars(groups, "Kinds of groups", "All right and all wrong: every completion has the highest or the lowest reward of the run. One text: every completion is the same.", "groups", (r) => r.groups,
     { "several rewards": [0, ""], "all right": [2, "/"], "all wrong": [3, "."], "one text": [4, "x"], "one other reward": [6, "-"], "no reward": [7, "+"] });
+  lines(groups, "Share of groups without a signal", "As drawn; and as estimated for prompts in the data's order, with PromptChoice and rewards of 0 and 1.", "share", (r) => r.rollouts, (of) => Object.keys(of).filter((n) => n.endsWith("zero_std")));
+  chart(groups, { title: "Prompts", about: "How often each prompt was drawn, and its mean reward the last time.", build() {
+    const of = run.prompts, columns = ["prompt", "times drawn", "reward, first time", "reward, last time"], hovertemplate = of.map((r) => escaped(r[0]).replace(/%\{/g, "% {") + "<extra></extra>");
+    return of.length ? { traces: [{ mode: "markers", x: of.map((r) => r[1]), y: of.map((r) => r[3]), hovertemplate, marker: { color: hue(0) } }],
+      layout: { xaxis: { title: { text: columns[1] } }, yaxis: { title: { text: columns[3] } } }, table: () => ({ columns, rows: of }) } : null;
+  } });
   if (data.runs.some((r) => r.schedules.length)) {
     const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run's newest rounds, as if engine and trainer had devices or cores of their own, unless the run shows how much they slow each other down. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
     chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts.", build() {

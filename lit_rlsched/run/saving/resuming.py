@@ -18,7 +18,7 @@ from lit_rlsched.training.policy import fingerprint
 from lit_rlsched.training.precision import main_dtype
 from lit_rlsched.types import Group, stable_hash
 
-FORMAT = 4
+FORMAT = 5
 """Format of the data module's state."""
 
 SIZES = ("prompts_per_round", "num_generations", "steps_per_round", "num_iterations")

@@ -46,6 +46,7 @@ def run_state(run: RunPosition) -> dict[str, Any]:
         "reward_funcs": list(run.settings.rewards.names),
         "train_data": name_of(run.settings.data["train"]),
         **run.pool.state_dict(),
+        "statistics": run.statistics.state_dict(),
         "drafts": run.drafts.weights,
         "next": run.next.state_dict() if run.next else None,
         "num_rounds": run.num_rounds + over,
@@ -87,6 +88,7 @@ def check_resumed(run: RunPosition) -> None:
 def restore(run: RunPosition, state: dict[str, Any]) -> None:
     """Let a run go on from a state; its prompts are tokenised."""
     prompt_of_uid = run.startup.prompts.train.of_uid
+    run.statistics.load_state_dict(state["statistics"])
     run.pool.load_state_dict(state, prompt_of_uid)
     run.drafts, run.ahead, run.current = Drafts(), None, None
     run.drafts.weights = dict(state["drafts"])
