@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -22,6 +23,7 @@ from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.peers import PEERS
+from lit_rlsched.simulation.choice import CHOICES, PILOT, tokens_per_signal
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
 
@@ -37,7 +39,7 @@ def test_every_callback_and_every_peer_has_a_row_and_the_best_is_recommended(tmp
     for name in (PLAIN, "SortedBatching(mode='partial')", "RolloutWindow(overtake=1)", *of_age):
         assert f"  {name}\n" in said
     assert all(f"  {name}: {peer.source}\n" in said for name, peer in PEERS.items())
-    assert "\nDynamicSampling(), PromptChoice(), PromptBudget(): it depends on rewards;" in said
+    assert "\nDynamicSampling(), PromptChoice(): it depends on rewards;" in said
     best = said.partition("Recommended: ")[2].partition("\n")[0]
     config = yaml.safe_load(overlay.read_text())
     first, *names = [each["class_path"] for each in config["trainer"]["callbacks+"]]
@@ -175,3 +177,33 @@ def test_traces_without_a_completion_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["simulate", "--trace", str(tmp_path)])
     assert stop.value.code == 2 and "no decode steps" in capsys.readouterr().err
+
+
+def test_what_a_choice_of_prompts_saves(tmp_path):
+    """Of plain and budgeted prompts by their definition; those that are chosen are better."""
+    rates = np.array([0.0, 0.02, 0.1, 0.5, 0.9, 1.0] * 20)
+    lengths, size = [[3, 5]], 8
+    found = {
+        name: tokens_per_signal(rates, lengths, 6, size, 400, how) for name, how in CHOICES.items()
+    }
+    plain, budget, skip, chosen, both = found.values()
+
+    def differs(n):
+        return 1 - rates**n - (1 - rates) ** n
+
+    assert plain == pytest.approx(4 * size / differs(size).mean(), rel=0.05)
+    drawn = PILOT + (size - PILOT) * differs(PILOT)
+    assert budget == pytest.approx(4 * drawn.mean() / differs(PILOT).mean(), rel=0.05)
+    assert chosen < 0.7 * plain and skip < 0.9 * plain and both < budget
+    file = tmp_path / "rates"
+    file.write_text("\n".join(map(str, rates)))
+    said = simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
+    assert "Tokens for a group with a signal, with the success rates of 120 prompts:" in said
+    assert all(f"  {name}\n" in said for name in CHOICES)
+    for text, why in (("", "from 0 to 1"), ("1.5", "from 0 to 1"), ("a", "could not convert")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=f"--success_rates .*{why}"):
+            simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
+    file.write_text("0.5")
+    with pytest.raises(UsageError, match="success rates of 1 prompts"):
+        simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
