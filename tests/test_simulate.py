@@ -21,9 +21,9 @@ from lit_rlsched.run.saving.traces import described
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import TraceWriter
 from lit_rlsched.settings import UsageError
+from lit_rlsched.simulation.choice import CHOICES, PILOT, tokens_per_signal
 from lit_rlsched.simulation.costs import Costs
 from lit_rlsched.simulation.peers import PEERS
-from lit_rlsched.simulation.choice import CHOICES, PILOT, tokens_per_signal
 from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
 

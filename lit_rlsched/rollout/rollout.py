@@ -299,9 +299,8 @@ class Rollout:
         `due` of the completions do not only use free slots.
         """
         worker, turns = self.session.worker, self.session.turns
-        if self.hooks.replaces or self.hooks.pilot:
-            return True
-        if turns is not None and turns.tools.tool_steps is not None:
+        rewards_decide = self.hooks.replaces or self.hooks.pilot
+        if rewards_decide or (turns is not None and turns.tools.tool_steps is not None):
             return True
         if self._lengths is not None and worker.may_wait(due):
             return True
@@ -322,11 +321,9 @@ class Rollout:
             self._came_finished.append(sample)
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
-        return [s for s in samples if not (s.completion.finished or self._later(s.completion))]
-
-    def _later(self, completion: Completion) -> bool:
-        """Whether a completion begins only after the first ones of its group."""
-        return not completion.token_ids and completion.index >= (self.hooks.pilot or math.inf)
+        most = self.hooks.pilot or math.inf  # the others of a group begin after its first ones
+        rest = [sample for sample in samples if not sample.completion.finished]
+        return [s for s in rest if s.completion.token_ids or s.completion.index < most]
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""
@@ -425,8 +422,8 @@ class Rollout:
                 yield from self._scored()
             if stop and undecoded[group.id] and stop.stops(group):
                 yield from self._stop(group, [c for c in group.completions if c.finished])
-            elif decodes and self.hooks.pilot:
-                self._submit_first(Sample(group, c) for c in group.completions if self._later(c))
+            elif decodes and (pilot := self.hooks.pilot):
+                self._submit_first([Sample(group, c) for c in group.completions[pilot:]])
 
     def _wait_for_score(self, most: float = POLL_SECONDS, stops: bool = False) -> float:
         """Wait for a score and return the seconds it took; `stops`: instead of decoding."""
@@ -500,8 +497,8 @@ class Rollout:
                 self._submit_first(self._unfinished(samples))
             yield group
 
-    def _submit_first(self, samples: Iterable[Sample]) -> None:
+    def _submit_first(self, samples: Sequence[Sample]) -> None:
         """Submit completions before those that only use free slots."""
         self._take(self._requests.make_way())
-        self._submit([*samples])
+        self._submit(samples)
         self._requests.go_on()

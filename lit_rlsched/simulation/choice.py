@@ -105,9 +105,5 @@ def savings(
     found = {name: tokens_per_signal(rates, lengths, *shape, of) for name, of in CHOICES.items()}
     plain, *_ = found.values()
     rows = [f"{each:10,.0f} {each / plain:9.2f}  {name}" for name, each in found.items()]
-    return [
-        "",
-        "Tokens for a group with a signal, by the rates given:",
-        "    tokens  of plain",
-        *rows,
-    ]
+    said = f"Tokens for a group with a signal, with the success rates of {len(rates)} prompts:"
+    return ["", said, "    tokens  of plain", *rows]

@@ -126,8 +126,8 @@ def _check_files(model: str) -> None:
         files = [folder]
     if files:
         raise UsageError(
-            f"`model={model}`: a GGUF file is read by other programs. Train from the files of which "
-            f"it was made, or let transformers read `{files[0].name}` (`from_pretrained(..., "
+            f"`model={model}`: a GGUF file is read by other programs. Train from the files that it "
+            f"was made of, or let transformers read `{files[0].name}` (`from_pretrained(..., "
             "gguf_file=...)`), save that, and give the folder."
         )
     if folder.is_file():

@@ -10,7 +10,6 @@ from lit_rlsched.callbacks import (
     MicroGroupSampling,
     PromptBudget,
     RolloutWindow,
-    StreamedTraining,
 )
 from lit_rlsched.data.source import PromptSource
 from lit_rlsched.training.advantages import group_relative
@@ -169,7 +168,7 @@ def first_round(fit, *callbacks, delay=0):
     [
         lambda: [],
         lambda: [MicroGroupSampling(3, order="longest_first"), LengthPrediction(probe_tokens=4)],
-        lambda: [RolloutWindow(8), StreamedTraining(start=0)],
+        lambda: [RolloutWindow(8)],
         lambda: [DynamicSampling(2)],
         lambda: [DownSampling(2)],
     ],

@@ -12,8 +12,8 @@ from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
     DynamicSampling,
-    PromptBudget,
     MicroGroupSampling,
+    PromptBudget,
     RolloutWindow,
     SortedBatching,
     StreamedTraining,

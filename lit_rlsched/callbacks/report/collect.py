@@ -242,8 +242,8 @@ def _prompts(traces: Traces) -> list[list[Any]]:
         if row["reward"] is not None and math.isfinite(row["reward"]):
             drawn[row["uid"]][row["request"].rpartition("/")[0]].append(row["reward"])
     means = {uid: [rounded(fmean(of)) for of in groups.values()] for uid, groups in drawn.items()}
-    rows = [[uid, len(of), of[0], of[-1]] for uid, of in means.items()]
-    return sorted(rows, key=lambda row: -row[1])[:MOST_PROMPTS]
+    often = sorted(means, key=lambda uid: -len(means[uid]))[:MOST_PROMPTS]
+    return [[uid, len(means[uid]), means[uid][0], means[uid][-1]] for uid in often]
 
 
 def _kind(group: Sequence[Json], best: float, worst: float) -> str:
