@@ -49,10 +49,7 @@ class Rollout:
 
     Args:
         session: Engine and scorer, started.
-        groups: What to decode.
-        version: Policy version.
         rule: Ends the round; by default every group runs to its end.
-        hooks: The trainer's part.
         seed_domain: Part of every seed, to draw other noise for the same prompts and version.
         held_out: Whether the noise is the same in every version, and no lengths are predicted.
     """
@@ -321,9 +318,8 @@ class Rollout:
             self._came_finished.append(sample)
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
-        most = self.hooks.pilot or math.inf  # the others of a group begin after its first ones
         rest = [sample for sample in samples if not sample.completion.finished]
-        return [s for s in rest if s.completion.token_ids or s.completion.index < most]
+        return [sample for sample in rest if self.hooks.begins(sample.completion)]
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""
