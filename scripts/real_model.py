@@ -45,7 +45,9 @@ def convert(file: Path, out: Path) -> None:
     """Write the folder of a GGUF file, whose weights transformers de-quantises."""
     classes = AutoTokenizer, AutoModelForCausalLM
     tokenizer, model = (c.from_pretrained(file.parent, gguf_file=file.name) for c in classes)
-    plain = AutoModelForCausalLM.from_config(model.config)  # `model` counts as quantised
+    del model.config.quantization_config  # its weights are de-quantised
+    plain = AutoModelForCausalLM.from_config(model.config)
+    tokenizer.model_max_length = model.config.max_position_embeddings
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(out)
