@@ -181,7 +181,7 @@ CALLBACKS = [
     *each(cb.AsyncRollout, COUNT + "1 or more", max_staleness=(-1, 0)),
     *each(cb.DynamicSampling, COUNT + "2 or more", max_num_gen_batches=(1, 2.5)),
     *each(cb.PromptBudget, COUNT + "2 or more", pilot=(1, 2.5)),
-    *each(cb.PromptChoice, "use 0 or more, at most 1.*success rate", target=(-0.1, 50)),
+    *each(cb.PromptChoice, "use 0 to 1.*success rate", target=(-0.1, 50)),
     *each(cb.PromptChoice, "more than 0, at most 1.*never be drawn again", explore=(0, 1.1)),
     bad(cb.PromptChoice, "thompson", "best"),
     bad(cb.RolloutWindow, "use 0 or more", overtake=-0.5),

@@ -5,7 +5,7 @@ are tokenised once, at the start (`prompts.py`, `tokenizing.py`). A source draws
 that seed and epoch decide (`source.py`), and a prompt becomes a group of completions
 (`repetition.py`).
 
-Imports `types`, `_lazy`, `settings`, `text`.
+Imports `types`, `_lazy`, `settings`, `text`, `scheduling`.
 """
 
 from typing import TYPE_CHECKING

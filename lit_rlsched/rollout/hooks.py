@@ -34,11 +34,6 @@ class RoundHooks:
     replaces = False
     """Whether `another` may return a group."""
 
-    def begins(self, completion: Completion) -> bool:
-        """Return whether an unfinished completion begins with the round."""
-        first = self.pilot is None or completion.index < self.pilot
-        return first or len(completion.token_ids) > 0
-
     def planned(self, state: RoundState) -> None:
         """Called with the groups of the round, before anything is drawn."""
 

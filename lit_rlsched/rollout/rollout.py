@@ -319,7 +319,9 @@ class Rollout:
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
         rest = [sample for sample in samples if not sample.completion.finished]
-        return [sample for sample in rest if self.hooks.begins(sample.completion)]
+        if (pilot := self.hooks.pilot) is None:
+            return rest
+        return [s for s in rest if s.completion.index < pilot or s.completion.token_ids]
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""

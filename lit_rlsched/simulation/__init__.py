@@ -5,5 +5,5 @@ GPU or made up) are given. `Pipeline` draws rounds with the loop of `fit` and an
 virtual clock, adds the seconds of updates and what overlaps, and returns an `Outcome`. Rules of
 other packages are in `peers.py`.
 
-Imports `types`, `settings`, `scheduling`, `engines`, `rollout`, `training`.
+Imports `types`, `settings`, `scheduling`, `engines`, `data`, `rollout`, `training`.
 """
