@@ -138,15 +138,8 @@ class Meter:
 
     def result(self) -> dict[str, Any]:
         """Return everything for JSON."""
-        return {
-            "counts": asdict(self.counts),
-            "rewards": self.rewards,
-            "equal": self.equal,
-            "lengths": self.lengths,
-            "laps": self.laps,
-            "startup": self.startup,
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        }
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return asdict(self) | {"peak_mib": peak}
 
 
 def _process() -> Any:

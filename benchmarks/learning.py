@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import results
@@ -157,26 +157,19 @@ def table(curves: dict[str, list[Curve]]) -> str:
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Plot accuracy and mean length by update, with a thin line for each seed."""
-    figure = Figure(figsize=(9, 7), layout="constrained", facecolor="white", dpi=130)
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(9, 7), layout="constrained", dpi=130)
     top, bottom = figure.subplots(2, sharex=True)
-    for colour, (name, runs) in zip(
-        ("#333333", "#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
-        curves.items(),
-        strict=False,
-    ):
+    for number, (name, runs) in enumerate(curves.items()):
+        look: dict[str, Any] = {"color": f"C{number}", "lw": 1}
         for i, run in enumerate(runs):
             label = VARIANTS[name].name if i == 0 else None
-            top.plot(*zip(*run.accuracy, strict=True), "o-", color=colour, lw=1, ms=3, label=label)
+            top.plot(*zip(*run.accuracy, strict=True), "o-", ms=3, label=label, **look)
             lengths = [r["completions/mean_length"] for r in run.rounds]
             smooth = [fmean(lengths[max(0, j - 3) : j + 1]) for j in range(len(lengths))]
-            bottom.plot(smooth, color=colour, lw=1)
+            bottom.plot(smooth, **look)
     top.set(ylabel="held-out accuracy (mean@4)", ylim=(0, 1))
-    top.legend(frameon=False, fontsize=9)
+    top.legend()
     bottom.set(xlabel="updates", ylabel="mean length trained on (tokens, 4 updates)")
-    for axes in (top, bottom):
-        axes.grid(axis="y", color="#E4E4E4")
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 

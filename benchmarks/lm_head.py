@@ -1,6 +1,6 @@
 """Kernels and bytes of the LM head: log-probs and entropies of a micro-batch and their gradients.
 
-    python -m benchmarks run lm_head
+    python -m benchmarks run counts
 
 Counted on fake tensors, which have shapes and types but no values and take no memory. Each
 operation that is not a view counts as a kernel that reads its inputs and writes its outputs once.

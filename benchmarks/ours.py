@@ -13,7 +13,7 @@ from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule
 from lit_rlsched.training.micro_batches import OptimizerStep
 from lit_rlsched.training.round import Round
-from lit_rlsched.types import Group, Sample
+from lit_rlsched.types import Group
 
 
 class Measure(RolloutCallback):
@@ -56,15 +56,11 @@ class Measure(RolloutCallback):
         counts.positions += padding.positions
         counts.padding += padding.padding
         for rows in batch.micro_batches:
-            self._count(rows)
+            lengths = [len(r.completion.token_ids) for r in rows]
+            counts.updates += 1
+            counts.completion_positions += len(rows) * max(lengths)
+            counts.completion_padding += len(rows) * max(lengths) - sum(lengths)
         self.meter.lap("update")
-
-    def _count(self, rows: list[Sample]) -> None:
-        counts = self.meter.counts
-        completions = [len(r.completion.token_ids) for r in rows]
-        counts.updates += 1
-        counts.completion_positions += len(rows) * max(completions)
-        counts.completion_padding += len(rows) * max(completions) - sum(completions)
 
 
 def make_engine(name: str) -> RolloutEngine:

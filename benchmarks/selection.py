@@ -10,12 +10,14 @@ draw 8 completions of prompts of which there are 400, so that each comes again, 
 Runs are kept in `--out` by commit and not repeated.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -95,6 +97,10 @@ class Progress:
     cpu_seconds: list[float]
     trained: list[float]
     drawn_tokens: list[float]
+    rounds: list[float]
+
+
+Runs = dict[str, list[Progress]]
 
 
 def read(folder: Path) -> Progress:
@@ -108,13 +114,8 @@ def read(folder: Path) -> Progress:
             tokens.append(tokens[-1] + float(row["rollout/tokens"]))
         if row.get("cpu_seconds"):  # logged at each optimizer step; keep the last one of a round
             cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
-    return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens)))
-
-
-def last(progress: object) -> dict[str, float]:
-    """Return the last value of each column of a dataclass."""
-    values = {field.name: getattr(progress, field.name) for field in fields(progress)}  # type: ignore[arg-type]
-    return {name: v[-1] if isinstance(v, list) else v for name, v in values.items()}
+    rounds = [float(n) for n in range(len(trained))]
+    return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens, rounds)))
 
 
 def mean(runs: Sequence[Progress], column: str) -> list[float]:
@@ -133,27 +134,40 @@ def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) ->
     return None
 
 
-def table(runs: dict[str, list[Progress]], reference: str, share: float) -> str:
-    """Return Markdown: what each variant needs to reach a share of `reference`'s best accuracy."""
+def ratio(runs: Runs, name: str, reference: str, share: float, column: str) -> float:
+    """Return the cost of a variant over that of `reference`, NaN where one does not get there.
+
+    Cost of the rounds until the mean accuracy is a share of `reference`'s best.
+    """
     target = share * max(mean(runs[reference], "accuracy"))
+    own, plain = (
+        reached(mean(runs[v], "accuracy"), mean(runs[v], column), target) for v in (name, reference)
+    )
+    return math.nan if own is None or plain is None else own / plain
+
+
+def table(runs: Runs, reference: str, share: float) -> str:
+    """Return Markdown: what each variant needs to reach a share of `reference`'s best accuracy.
+
+    Standard errors are the jackknife's over the seeds, which the variants have in common.
+    """
+    target = share * max(mean(runs[reference], "accuracy"))
+    columns = ("rounds", "drawn_tokens", "trained", "cpu_seconds")
     lines = [
-        f"{share:.0%} of the best mean accuracy of {VARIANTS[reference].name}: {target:.3f}\n",
-        "| | best mean accuracy | last, by seed | CPU seconds to the target | ratio "
-        "| trained completions | ratio | tokens drawn | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"Cost of {share:.0%} of the best mean accuracy of {VARIANTS[reference].name}, "
+        f"{target:.3f}, relative to its cost\n",
+        "| | best mean accuracy | last, by seed | rounds | tokens drawn | trained completions "
+        "| CPU seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
-
-    def needed(name: str, column: str) -> float | None:
-        return reached(mean(runs[name], "accuracy"), mean(runs[name], column), target)
-
+    n = len(runs[reference])
     for name, progress in runs.items():
         cells = []
-        for column in ("cpu_seconds", "trained", "drawn_tokens"):
-            own, plain = needed(name, column), needed(reference, column)
-            if own is None or plain is None:
-                cells += ["not reached", ""]
-            else:
-                cells += [f"{own:,.0f}", f"{plain / own:.2f}"]
+        for column in columns:
+            of = partial(ratio, name=name, reference=reference, share=share, column=column)
+            parts = [of({v: r[:i] + r[i + 1 :] for v, r in runs.items()}) for i in range(n)]
+            error = math.sqrt((n - 1) * pvariance(parts)) if n > 1 else math.nan
+            cells.append(f"{of(runs):.2f} ± {error:.2f}")
         final = " / ".join(f"{p.accuracy[-1]:.2f}" for p in progress)
         best = max(mean(progress, "accuracy"))
         lines.append(f"| {VARIANTS[name].name} | {best:.3f} | {final} | {' | '.join(cells)} |")
@@ -187,11 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with ThreadPoolExecutor(options.workers) as pool:
         folders = list(pool.map(run, jobs))
-    runs: dict[str, list[Progress]] = {v: [] for v in options.variants}
+    runs: Runs = {v: [] for v in options.variants}
     for (variant, seed), folder in zip(jobs, folders, strict=True):
         progress = read(folder)
         runs[variant].append(progress)
-        results.add(f"{variant}, seed {seed}", last(progress))
+        end = {field.name: getattr(progress, field.name)[-1] for field in fields(progress)}
+        results.add(f"{variant}, seed {seed}", end)
     for reference in [v for v in ("full", "few", "again") if v in runs]:
         print(table(runs, reference, options.share), end="\n\n")
 

@@ -5,8 +5,8 @@
 
 All is simulated, and the costs are those that `lit-rlsched simulate --gpu h100` computes. Lengths
 are log-normal. On shared devices engine and trainer take turns, and no gradients are streamed.
-`few rows` is the shape of these rows of `papers`, with its lengths and the costs of the plain one
-on an EPYC with AVX-512, or those of `--trace runs/papers/few_rows,_plain`.
+With `--trace runs/papers/few_rows,_plain`, `few rows` has the lengths and costs of that row of
+`papers`.
 
 `--accepted` is the share of drafts that a policy one round younger accepts whole, perhaps followed
 by those of policies two, three, ... rounds younger; of older drafts as much per round. The new
@@ -25,14 +25,14 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import results
-from benchmarks.papers.rows import MODEL, callbacks, recorded_lengths
+from benchmarks.papers.rows import MODEL, callbacks
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.simulation.costs import Costs, StepCosts, calibrated, computed
+from lit_rlsched.simulation.costs import Costs, calibrated, computed
 from lit_rlsched.simulation.pipeline import Machine, Outcome
-from lit_rlsched.simulation.workload import PROMPT_TOKENS, Workload
+from lit_rlsched.simulation.workload import Workload
 
 FEW = "few rows"
 SIZES: dict[str, dict[str, int]] = {
@@ -41,17 +41,11 @@ SIZES: dict[str, dict[str, int]] = {
         **{"slots": 512, "engines": 8, "ranks": 8, "prompts_per_round": 64},
         "max_completion_length": 8192,
     },
-    FEW: {
-        **{"slots": 8, "prompts_per_round": 2, "num_generations": 4},
-        "max_completion_length": 512,
-    },
+    FEW: {"slots": 8, "prompts_per_round": 2, "num_generations": 4, "max_completion_length": 512},
 }
 LENGTHS = {"1.5B": (600, 1.0), "7B": (1500, 0.8)}
 """Median and sigma."""
 PARAMETERS = {"1.5B": 1.5e9, "7B": 7e9}
-STEP = StepCosts(base=4.65e-2, running=1.5e-3, kv=4.6e-6, prefill=3.6e-3)
-COSTS = Costs(STEP, 0.05, position=7.7e-3, verify=7.7e-3 / 3, sync=0.3, other=0.1)
-"""Of `few rows`."""
 ROWS: list[tuple[str, dict[str, Any]]] = [
     *(
         ("RolloutWindow", {"prompts_in_flight": rounds, "overtake": overtake})
@@ -84,12 +78,9 @@ def simulate(
     about: dict[str, Any] = {**DEFAULTS, **SIZES[model]}
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
-    if model == FEW and trace is not None:
+    if trace is not None:
         newest = Traces(trace).newest(rounds)
         work, costs = Workload.of_run(newest), calibrated(newest)
-    elif model == FEW:
-        lengths, costs = [*recorded_lengths().values()], COSTS
-        work = Workload(lengths, [PROMPT_TOKENS] * len(lengths), limit).shuffled(0)
     else:
         work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
         costs = computed("h100", PARAMETERS[model], about["ranks"], Costs())
@@ -156,10 +147,10 @@ def measure(rounds: int) -> dict[int, list[tuple[int, float, float]]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table for each model on devices of their own and on shared ones, or what is kept."""
     parser = results.parser("twin", __doc__)
-    parser.add_argument("--models", nargs="*", default=[*SIZES], choices=SIZES, help="sizes")
+    parser.add_argument("--models", nargs="*", default=[*LENGTHS], choices=LENGTHS, help="sizes")
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.95], help="by age")
     parser.add_argument("--rounds", type=int, default=12, help="rounds that are simulated")
-    parser.add_argument("--trace", help="run whose lengths and costs `few rows` has")
+    parser.add_argument("--trace", help="simulate `few rows` instead, with those of a run")
     parser.add_argument("--measure", type=int, metavar="N", help="rounds of the chat model")
     options = results.parse(parser, arguments)
     if options.measure:
@@ -172,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"| {age} | {share:.1%} | {whole:.1%} | {number} | {tokens / number:.0f} |")
         return
     names = "x | seconds | steps | idle | discarded | age | length | cache"
-    for model in options.models:
+    for model in [FEW] if options.trace else options.models:
         for where, shared in {"own devices": False, "shared devices": True}.items():
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
             plain = 0.0
