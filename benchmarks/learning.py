@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 
+QUICK = "configs/quickstart.yaml"
 SORTED = ("--trainer.callbacks+=SortedBatching", "--trainer.callbacks.pool_rounds=4")
 PARTIAL = (*SORTED, "--trainer.callbacks.mode=partial")
 SINGLE = ("--model.advantage=reinforce++",)
@@ -69,28 +70,33 @@ class Curve:
 
 
 def train(
-    name: str, arguments: Sequence[str], seed: int, rounds: int, out: Path, warm: bool = True
+    name: str,
+    arguments: Sequence[str],
+    seed: int,
+    rounds: int,
+    out: Path,
+    config: str = QUICK,
 ) -> Path:
-    """Run the quick task with additional arguments and return the folder of the run.
+    """Run a configuration with additional arguments and return the folder of the run.
 
-    A completed run is not repeated with the same commit and arguments. Each seed but 0 starts from
-    a `warm` start of its own, or all start from the same model.
+    A completed run is not repeated with the same commit and arguments. On the quick task each seed
+    but 0 starts from a warm start of its own.
     """
     folder = out / results.commit() / f"{name}_{rounds}_{seed}"
     arguments = [
-        *("-c", "configs/quickstart.yaml", f"--seed_everything={seed}"),
+        *("-c", config, f"--seed_everything={seed}"),
         *(f"--trainer.max_epochs={rounds}", f"--trainer.default_root_dir={folder}"),
         *("--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"),
         *("--trainer.logger.name=metrics", "--trainer.logger.version=0"),
         *arguments,
     ]
     model = Path(f"runs/warm_start_{seed}")
-    if seed and warm:
+    if warm := seed and config == QUICK:
         arguments.append(f"--model.model={model}")
     done, ran = folder / "done", "\n".join(arguments)
     if done.exists() and done.read_text() == ran:
         return folder
-    if seed and warm and not model.exists():
+    if warm and not model.exists():
         script = [sys.executable, "examples/countdown/warm_start.py", "--seed", str(seed)]
         subprocess.run([*script, "--out", model], check=True)
     shutil.rmtree(folder, ignore_errors=True)  # left by a run that was stopped

@@ -1,13 +1,16 @@
-"""Cost of reaching plain GRPO's accuracy on the quick task, by what is drawn and trained on.
+"""Cost of reaching plain GRPO's accuracy, by what is drawn and what is trained on.
 
     python -m benchmarks run selection --seeds 0 1 2 3 4
-    python -m benchmarks run selection --share 0.95 --rounds 60 --variants again again_choice ...
+    python -m benchmarks run selection --task again --share 0.95 --rounds 60 --variants full both
 
-Each round draws 32 prompts with 16 completions and trains on 4 of them. Accuracy is the mean over
-the seeds, measured every few rounds. CPU seconds are those of the trainer's process in rollouts and
-updates. GRPO with 4 completions per prompt runs three times as many rounds. The variants `again`
-draw 8 completions of prompts of which there are 400, so that each comes again, and train on all.
-Runs are kept in `--out` by commit and not repeated.
+`once` is the quick task: each round draws 32 prompts with 16 completions and trains on 4 of them.
+In the other tasks each prompt comes again, and 8 completions of it are trained on. `again` is the
+quick task with 400 prompts; `levels` has the levels of `reasoning_gym`'s countdown from 2 to 5
+numbers; in `sums` the chat model learns sums of one digit (first `make real-model`).
+
+Accuracy is the mean over the seeds, measured every few rounds. CPU seconds are those of the
+trainer's process in rollouts and updates. GRPO with 4 completions per prompt runs three times as
+many rounds. Runs are kept in `--out` by commit and not repeated.
 """
 
 import math
@@ -23,12 +26,23 @@ from typing import Any
 from lightning import LightningModule, Trainer
 
 from benchmarks import results
-from benchmarks.learning import Variant, logged, train
+from benchmarks.learning import QUICK, Variant, logged, train
 from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.run.trainer import log_now
 
-DRAWN, KEPT = 16, 4
-AGAIN = ("--data.num_generations=8", "--data.train_data.init_args.size=400")
+KEPT = 4
+LEVELS = "numbers={2: .25, 3: .25, 4: .25, 5: .25}"
+AGAIN = "--data.train_data.init_args.size=400"
+TASKS = {
+    "once": (QUICK, ("--data.num_generations=16",)),
+    "again": (QUICK, (AGAIN,)),
+    "levels": (
+        QUICK,
+        (AGAIN, *(f"--data.{of}_data.init_args.{LEVELS}" for of in ("train", "val"))),
+    ),
+    "sums": ("configs/smollm2.yaml", ()),
+}
+"""Configuration of each task, and further arguments."""
 CHOICE, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
 EVERY = 5
 """Rounds between two evaluations."""
@@ -40,7 +54,7 @@ def _select(rule: str, *more: str) -> tuple[str, ...]:
 
 
 VARIANTS = {
-    "full": Variant(f"GRPO, {DRAWN} drawn, all trained on"),
+    "full": Variant("GRPO, all trained on"),
     "max_variance": Variant("max_variance", _select("max_variance")),
     "random": Variant("random", _select("random")),
     "percentile": Variant("percentile", _select("percentile")),
@@ -49,20 +63,14 @@ VARIANTS = {
     "early_stop": Variant(
         "max_variance, early stop", _select("max_variance", "--trainer.callbacks.early_stop=true")
     ),
-    "again": Variant("GRPO, 8 drawn of 400 prompts", AGAIN),
-    "again_dynamic": Variant("DynamicSampling", (*AGAIN, "--trainer.callbacks+=DynamicSampling")),
-    "again_choice": Variant("PromptChoice", (*AGAIN, *CHOICE)),
-    "again_skip": Variant(
-        "PromptChoice, skip_solved", (*AGAIN, *CHOICE, "--trainer.callbacks.rule=skip_solved")
-    ),
-    "again_budget": Variant("PromptBudget", (*AGAIN, *BUDGET)),
-    "again_both": Variant("PromptChoice, PromptBudget", (*AGAIN, *CHOICE, *BUDGET)),
-    "again_tracker": Variant(
-        "PromptChoice, tracker", (*AGAIN, *CHOICE, "--model.advantage=tracker")
-    ),
+    "dynamic": Variant("DynamicSampling", ("--trainer.callbacks+=DynamicSampling",)),
+    "choice": Variant("PromptChoice", CHOICE),
+    "skip": Variant("PromptChoice, skip_solved", (*CHOICE, "--trainer.callbacks.rule=skip_solved")),
+    "budget": Variant("PromptBudget", BUDGET),
+    "both": Variant("PromptChoice, PromptBudget", (*CHOICE, *BUDGET)),
+    "tracker": Variant("PromptChoice, tracker", (*CHOICE, "--model.advantage=tracker")),
 }
 SETTINGS = (
-    f"--data.num_generations={DRAWN}",
     "--data.val_greedy=false",
     f"--trainer.check_val_every_n_epoch={EVERY}",
     "--trainer.callbacks+=benchmarks.selection.CPUSeconds",
@@ -177,10 +185,9 @@ def table(runs: Runs, reference: str, share: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the runs that are missing and print the tables."""
     parser = results.parser("selection", __doc__)
+    parser.add_argument("--task", default="once", choices=TASKS, help="what is learned")
     parser.add_argument("--rounds", type=int, default=40, help="rounds per run")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="seeds of the runs"
-    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(5)], help="of the runs")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -192,12 +199,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder for runs")
     options = results.parse(parser, arguments)
+    config, more = TASKS[options.task]
     jobs = [(v, seed) for seed in options.seeds for v in options.variants]
 
     def run(job: tuple[str, int]) -> Path:
         name, seed = job
         rounds = options.rounds * (3 if name == "few" else 1)
-        return train(name, (*SETTINGS, *VARIANTS[name].arguments), seed, rounds, options.out)
+        arguments = (*SETTINGS, *more, *VARIANTS[name].arguments)
+        out = options.out / options.task
+        return train(name, arguments, seed, rounds, out, config)
 
     with ThreadPoolExecutor(options.workers) as pool:
         folders = list(pool.map(run, jobs))
@@ -207,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs[variant].append(progress)
         end = {field.name: getattr(progress, field.name)[-1] for field in fields(progress)}
         results.add(f"{variant}, seed {seed}", end)
-    for reference in [v for v in ("full", "few", "again") if v in runs]:
+    for reference in [v for v in ("full", "few") if v in runs]:
         print(table(runs, reference, options.share), end="\n\n")
 
 

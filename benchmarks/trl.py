@@ -79,21 +79,6 @@ def parse(args: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def check_trl() -> str:
-    """Return TRL's version.
-
-    Raises:
-        SystemExit: TRL is not installed.
-    """
-    try:
-        return importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(
-            "The benchmark trains with TRL too, which is not installed: "
-            "pip install 'lit-rlsched[dev]'"
-        ) from None
-
-
 def run(role: str, setting: Setting, folder: Path) -> Any:
     """Run one side, or the evaluation, in a new process.
 
@@ -127,8 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the command line, with `args` in place of `sys.argv`."""
     options = vars(parse(args))
     repeats, out = options.pop("repeats"), options.pop("out")
-    versions = {"trl": check_trl()}
-    versions |= {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions = {name: importlib.metadata.version(name) for name in ("trl", "torch", "transformers")}
     setting = Setting(**options)
     result = measure(setting, repeats)
     for side, of_side in result["runs"].items():
