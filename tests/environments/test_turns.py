@@ -26,6 +26,7 @@ from lit_rlsched.callbacks import (
     DownSampling,
     LengthPrediction,
     MicroGroupSampling,
+    PromptBudget,
     RolloutLogger,
     RolloutWindow,
     SortedBatching,
@@ -642,6 +643,7 @@ EARLY = {
     "partial": lambda: [SortedBatching(mode="partial", pool_rounds=2), MicroGroupSampling(slots=5)],
     "races": lambda: [TailBatching(1.5), MicroGroupSampling(slots=6)],
     "stopped": lambda: [DownSampling(keep=2, early_stop=True), MicroGroupSampling(slots=5)],
+    "pilot": lambda: [PromptBudget(2), MicroGroupSampling(slots=5)],
     "beside": lambda: [AsyncRollout(), MicroGroupSampling(slots=5)],
 }
 
