@@ -87,7 +87,7 @@ def train(
         *("-c", config, f"--seed_everything={seed}"),
         *(f"--trainer.max_epochs={rounds}", f"--trainer.default_root_dir={folder}"),
         *("--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"),
-        *("--trainer.logger.name=metrics", "--trainer.logger.version=0"),
+        *("--trainer.logger.name=metrics", "--trainer.logger.version=all"),
         *arguments,
     ]
     model = Path(f"runs/warm_start_{seed}")
@@ -116,7 +116,7 @@ TOTALS = ("slot_steps", "idle_slot_steps", "decode_steps", "tokens", "discarded_
 
 def logged(folder: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a run's metrics."""
-    with (folder / "metrics" / "version_0" / "metrics.csv").open() as file:
+    with (folder / "metrics" / "all" / "metrics.csv").open() as file:
         yield from csv.DictReader(file)
 
 

@@ -1,12 +1,13 @@
 """Cost of reaching plain GRPO's accuracy, by what is drawn and what is trained on.
 
     python -m benchmarks run selection --seeds 0 1 2 3 4
-    python -m benchmarks run selection --task again --share 0.95 --rounds 60 --variants full both
+    python -m benchmarks run selection --task again --share 0.95 --variants full half_both
 
 `once` is the quick task: each round draws 32 prompts with 16 completions and trains on 4 of them.
-In the other tasks each prompt comes again, and 8 completions of it are trained on. `again` is the
-quick task with 400 prompts; `levels` has the levels of `reasoning_gym`'s countdown from 2 to 5
-numbers; in `sums` the chat model learns sums of one digit (first `make real-model`).
+In the other tasks each prompt comes again, and 8 completions of it are trained on; `half_` is half
+the prompts in each round. `again` is the quick task with 400 prompts; `levels` has the levels of
+`reasoning_gym`'s countdown from 2 to 5 numbers; in `sums` the chat model learns sums of one digit
+(first `make real-model`).
 
 Accuracy is the mean over the seeds, measured every few rounds. CPU seconds are those of the
 trainer's process in rollouts and updates. GRPO with 4 completions per prompt runs three times as
@@ -31,18 +32,17 @@ from lit_rlsched.callbacks import RolloutCallback
 from lit_rlsched.run.trainer import log_now
 
 KEPT = 4
-LEVELS = "numbers={2: .25, 3: .25, 4: .25, 5: .25}"
 AGAIN = "--data.train_data.init_args.size=400"
-TASKS = {
-    "once": (QUICK, ("--data.num_generations=16",)),
-    "again": (QUICK, (AGAIN,)),
-    "levels": (
-        QUICK,
-        (AGAIN, *(f"--data.{of}_data.init_args.{LEVELS}" for of in ("train", "val"))),
-    ),
-    "sums": ("configs/smollm2.yaml", ()),
+LEVELS = (
+    f"--data.{of}_data.init_args.numbers={{2: 1, 3: 1, 4: 1, 5: 1}}" for of in ("train", "val")
+)
+TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "once": (QUICK, 32, ("--data.num_generations=16",)),
+    "again": (QUICK, 32, (AGAIN,)),
+    "levels": (QUICK, 32, (AGAIN, *LEVELS)),
+    "sums": ("configs/smollm2.yaml", 16, ()),
 }
-"""Configuration of each task, and further arguments."""
+"""Configuration of each task, prompts of a round, and further arguments."""
 CHOICE, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
 EVERY = 5
 """Rounds between two evaluations."""
@@ -69,6 +69,10 @@ VARIANTS = {
     "budget": Variant("PromptBudget", BUDGET),
     "both": Variant("PromptChoice, PromptBudget", (*CHOICE, *BUDGET)),
     "tracker": Variant("PromptChoice, tracker", (*CHOICE, "--model.advantage=tracker")),
+}
+VARIANTS |= {
+    f"half_{name}": Variant(f"{of.name}, half the prompts", of.arguments)
+    for name, of in VARIANTS.items()
 }
 SETTINGS = (
     "--data.val_greedy=false",
@@ -188,26 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", default="once", choices=TASKS, help="what is learned")
     parser.add_argument("--rounds", type=int, default=40, help="rounds per run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*range(5)], help="of the runs")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        default=list(VARIANTS)[:6],
-        choices=VARIANTS,
-        help="variants to train",
-    )
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS][:6], choices=VARIANTS)
     parser.add_argument("--share", type=float, default=0.99, help="share of the best accuracy")
     parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/selection"), help="folder for runs")
     options = results.parse(parser, arguments)
-    config, more = TASKS[options.task]
+    config, prompts, of_task = TASKS[options.task]
     jobs = [(v, seed) for seed in options.seeds for v in options.variants]
 
     def run(job: tuple[str, int]) -> Path:
         name, seed = job
         rounds = options.rounds * (3 if name == "few" else 1)
-        arguments = (*SETTINGS, *more, *VARIANTS[name].arguments)
-        out = options.out / options.task
-        return train(name, arguments, seed, rounds, out, config)
+        drawn = f"--data.prompts_per_round={prompts // (2 if name.startswith('half_') else 1)}"
+        arguments = (*SETTINGS, *of_task, drawn, *VARIANTS[name].arguments)
+        return train(name, arguments, seed, rounds, options.out / options.task, config)
 
     with ThreadPoolExecutor(options.workers) as pool:
         folders = list(pool.map(run, jobs))
@@ -217,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs[variant].append(progress)
         end = {field.name: getattr(progress, field.name)[-1] for field in fields(progress)}
         results.add(f"{variant}, seed {seed}", end)
-    for reference in [v for v in ("full", "few") if v in runs]:
+    for reference in [v for v in ("full", "few", "half_full") if v in runs]:
         print(table(runs, reference, options.share), end="\n\n")
 
 
