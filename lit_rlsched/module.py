@@ -26,9 +26,10 @@ class GRPOModule(PolicyModule):
         advantage: The baseline of a reward. `group`: the rewards of the prompt's completions
             (GRPO). `reinforce++`: mean and standard deviation over all completions of the update
             (REINFORCE++, arXiv 2501.03262). `tracker`: the decayed mean of the prompt's earlier
-            rewards, then the same (SPO, arXiv 2509.13232, equations 3 to 6; the mean decays with
-            the prompt's completions, not with the policy's KL). The last two allow
-            `num_generations=1` and let `SortedBatching` train on single completions.
+            rewards; what is left is standardised over the update (SPO, arXiv 2509.13232; the mean
+            decays with the prompt's completions, not with the policy's KL). The last two allow
+            `num_generations=1`, with which nothing waits for a group, and let `SortedBatching`
+            train on single completions.
         scale_rewards: Divisor of advantages: the standard deviation of the `group` or of the whole
             `batch`, or `none` (Dr. GRPO). As in TRL, true is `group` and false is `none`.
         **kwargs: See `PolicyModule`.

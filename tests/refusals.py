@@ -160,6 +160,7 @@ BESIDE = {"engine": en.ProcessEngine(en.TransformersEngine())}
 grpo, rloo = partial(GRPOModule, "m"), partial(RLOOModule, "m")
 in_ray = partial(en.RayEngine, en.SimulatedEngine())
 early = partial(cb.DownSampling, 4, early_stop=True)
+early2 = partial(cb.DownSampling, 2, early_stop=True)
 SETTERS = (cb.SortedBatching, cb.DynamicSampling, cb.DownSampling, cb.MicroGroupSampling)
 sorted_partial = partial(cb.SortedBatching, mode="partial", max_staleness=1)
 
@@ -604,7 +605,27 @@ AT_FIT = [
         lambda: cb.DynamicSampling(2),
         prompts_per_round=50,
     ),
-    during(r"with .*`advantage='rein", cb.DynamicSampling, {"advantage": "reinforce++"}),
+    *(
+        during(rf"{name}.*with `advantage='{advantage[:4]}", made, {"advantage": advantage})
+        for name, made in (
+            ("DynamicSampling", cb.DynamicSampling),
+            ("PromptBudget", lambda: cb.PromptBudget(2)),
+            ("PromptChoice.rule='skip_", lambda: cb.PromptChoice("skip_solved")),
+        )
+        for advantage in ("reinforce++", "tracker")
+    ),
+    during("`PromptBudget.pilot=4.*`num_generations=4`.*Use a smaller", cb.PromptBudget),
+    *(
+        during(
+            "`PromptBudget` with .*both would decide", lambda one=one: [one(), cb.PromptBudget(2)]
+        )
+        for one in (
+            cb.TailBatching,
+            cb.SortedBatching,
+            lambda: cb.RolloutWindow(overtake=1),
+            early2,
+        )
+    ),
     during("probe_tokens=24.*length=24", lambda: cb.LengthPrediction(probe_tokens=24)),
     *(
         during(f"'{order}'.*`LengthPr", partial(cb.MicroGroupSampling, slots=2, order=order))

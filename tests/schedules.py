@@ -224,14 +224,10 @@ RESUMED: dict[str, Schedule] = {
         ],
         SELECTING | TWO_STEPS | {"max_completion_length": 40},
     ),
-    "prompt_choice": Schedule(lambda: [c.PromptChoice(explore=0.3)], SELECTING),
-    "prompt_budget": Schedule(
-        lambda: [c.PromptBudget(2), c.MicroGroupSampling(slots=7), c.StreamedTraining(start=0)],
-        SELECTING,
-    ),
-    "prompt_budget_window": Schedule(
-        lambda: [c.RolloutWindow(8), c.PromptBudget(3), c.PromptChoice("skip_solved")], SELECTING
-    ),
+    "prompt_choice": SCHEDULES["prompt_choice"],
+    "prompt_budget": SCHEDULES["prompt_budget"],
+    "prompt_budget_window": SCHEDULES["prompt_budget_window"],
+    "tracker": SCHEDULES["tracker"],
     "streamed": Schedule(
         lambda: [c.TailBatching(), c.StreamedTraining(start=0)], LONG, own_process=True
     ),

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from seen_rounds import At, Rounds, logged, vector
 
 from lit_rlsched import GRPOModule, RLOOModule, RolloutDataModule
-from lit_rlsched.callbacks import MicroGroupSampling, RNGState, RolloutLogger
+from lit_rlsched.callbacks import MicroGroupSampling, PromptBudget, RNGState, RolloutLogger
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
 
 
@@ -254,8 +254,11 @@ def test_a_reward_that_always_fails_stops_the_run_and_says_why(fit, caplog):
     assert "16 failed, and for 0 every" in str(error.value)
     assert "The first failure: `broken`: raised: KeyError: 'solution' (" in str(error.value)
     assert "test_datamodule.py:" in str(error.value)
-    with pytest.raises(RuntimeError, match=r"for 16 every reward function returned None\.$"):
-        fit(reward_funcs=[no_opinion])
+    for callbacks, number in (([], 16), ([PromptBudget(2)], 8)):
+        with pytest.raises(
+            RuntimeError, match=rf"for {number} every reward function ret.* None\.$"
+        ):
+            fit(reward_funcs=[no_opinion], callbacks=callbacks)
     assert any("`broken`" in r.message and "KeyError" in r.message for r in caplog.records)
 
 

@@ -28,6 +28,7 @@ from lit_rlsched.simulation.pipeline import Machine, Pipeline
 from lit_rlsched.simulation.workload import Workload
 
 SMALL = {"prompts_per_round": 4, "num_generations": 2, "slots": 4, "rounds": 4}
+EIGHT = SMALL | {"num_generations": 8}
 HOW = ("verify", "wait")
 LENGTHS = "lognormal:median=20,sigma=1"
 
@@ -197,13 +198,13 @@ def test_what_a_choice_of_prompts_saves(tmp_path):
     assert chosen < 0.7 * plain and skip < 0.9 * plain and both < budget
     file = tmp_path / "rates"
     file.write_text("\n".join(map(str, rates)))
-    said = simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
+    said = simulate(lengths=LENGTHS, success_rates=str(file), **EIGHT)
     assert "Tokens for a group with a signal, with the success rates of 120 prompts:" in said
     assert all(f"  {name}\n" in said for name in CHOICES)
     for text, why in (("", "from 0 to 1"), ("1.5", "from 0 to 1"), ("a", "could not convert")):
         file.write_text(text)
         with pytest.raises(UsageError, match=f"--success_rates .*{why}"):
-            simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
+            simulate(lengths=LENGTHS, success_rates=str(file), **EIGHT)
     file.write_text("0.5")
     with pytest.raises(UsageError, match="success rates of 1 prompts"):
-        simulate(lengths=LENGTHS, success_rates=str(file), **SMALL)
+        simulate(lengths=LENGTHS, success_rates=str(file), **EIGHT)

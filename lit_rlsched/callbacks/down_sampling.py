@@ -34,7 +34,7 @@ class DownSampling(RolloutCallback):
             completions (as in the paper) or of the `full` group, which keeps the sign that the
             advantage has without selection.
         drop_uninformative: Leave out groups whose compared rewards are all equal, also from the
-            divisor of the loss. No effect with `advantage="reinforce++"`.
+            divisor of the loss. No effect on other `advantage`s than `group`.
         early_stop: Abort the rest of a group once its finished completions have the largest
             variance that `keep` rewards within `reward_range` can have. Saves decoding, but favours
             short completions.

@@ -42,11 +42,11 @@ class DynamicSampling(RolloutCallback):
 
     def __init__(self, max_num_gen_batches: int = 4) -> None:
         self.max_num_gen_batches = max_num_gen_batches
-        self._prompts = self._due = 1
+        self._prompts = 1
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Let `replaces` decide about complete groups."""
-        schedule.replacement = self
+        schedule.replacement, self._prompts = self, facts.settings.prompts_per_round
 
     def replaces(self, group: Group, due: int, prompts: int, weights: Sequence[float]) -> bool:
         """Whether another prompt takes the place of a complete group; if so, drop the group.
@@ -57,7 +57,6 @@ class DynamicSampling(RolloutCallback):
             prompts: Prompts that it trains on.
             weights: Of the reward functions.
         """
-        self._due, self._prompts = due, prompts
         rewards = reward_matrix([group], weights)[0].numpy()
         if informative(rewards):
             return False
@@ -66,4 +65,4 @@ class DynamicSampling(RolloutCallback):
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log how many prompts the round has drawn, as a multiple of those that it trains on."""
-        round.metrics["dynamic_sampling/num_gen_batches"] = self._due / self._prompts
+        round.metrics["dynamic_sampling/num_gen_batches"] = len(round.groups) / self._prompts

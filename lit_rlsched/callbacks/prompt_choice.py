@@ -37,7 +37,8 @@ class PromptChoice(RolloutCallback):
         explore: Share of prompts in the data's order.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or the rule is `skip_solved` and advantages are
+            not relative to the prompt's other completions.
 
     Example::
 
@@ -49,26 +50,23 @@ class PromptChoice(RolloutCallback):
     def __init__(self, rule: Rule = "thompson", target: float = 0.5, explore: float = 0.1) -> None:
         self.rule, self.target, self.explore = rule, target, explore
         self._chooser: Chooser | None = None
-        self._generations = 1
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set what chooses."""
-        settings = facts.settings
-        self._generations = settings.num_generations
-        self._chooser = Chooser(self.rule, self.target, self.explore, settings.seed)
+        self._chooser = Chooser(self.rule, self.target, self.explore, facts.settings.seed)
         schedule.chooser = self._chooser
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
-        """Log how the round's prompts were chosen, and what a uniform choice would have drawn."""
+        """Log how the round's prompts were chosen, and how many of all teach nothing."""
         if (chooser := self._chooser) is None:
             return
-        chosen = ["@c" in group.id for group in round.groups]
-        statistics = chooser.statistics
-        round.metrics["prompt_choice/explored_share"] = 1 - sum(chosen) / len(chosen)
-        round.metrics["prompt_choice/known_prompts"] = len(statistics.prompts)
-        if statistics.binary and statistics.prompts:
-            expected = statistics.share_equal([*statistics.prompts], self._generations)
-            round.metrics["prompt_choice/uniform_zero_std"] = expected
+        chosen = [group.id.rpartition("@")[2].startswith("c") for group in round.groups]
+        round.metrics["prompt_choice/explored_share"] = 1 - sum(chosen) / max(1, len(chosen))
+        known = chooser.statistics.prompts
+        round.metrics["prompt_choice/known_prompts"] = len(known)
+        if known:
+            equal = (chooser.statistics.equal(known) > 0).mean()
+            round.metrics["prompt_choice/known_zero_std"] = float(equal)
 
 
 class PromptBudget(RolloutCallback):
@@ -90,7 +88,8 @@ class PromptBudget(RolloutCallback):
 
     Raises:
         UsageError: `pilot` is less than 2, as one reward cannot differ, or not below
-            `num_generations`, or a rule lets prompts overtake others.
+            `num_generations`; a rule ends rounds early, `DownSampling(early_stop=True)` ends
+            groups; or advantages are not relative to the prompt's other completions.
 
     Example::
 
@@ -101,13 +100,12 @@ class PromptBudget(RolloutCallback):
 
     def __init__(self, pilot: int = 4) -> None:
         self.pilot = pilot
-        self._generations = 0
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the number."""
-        schedule.pilot, self._generations = self.pilot, facts.settings.num_generations
+        schedule.pilot = self.pilot
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:
         """Log the share of prompts that got all completions."""
         whole = [len(group.completions) > self.pilot for group in round.groups]
-        round.metrics["prompt_budget/whole_share"] = sum(whole) / len(whole)
+        round.metrics["prompt_budget/whole_share"] = sum(whole) / max(1, len(whole))

@@ -146,6 +146,8 @@ def simulate(
         own, took = own_schedule(traces, rows), measured(newest)
     shape = about["prompts_per_round"], about["num_generations"]
     rates = rates_of(newest) if success_rates is None else read_rates(success_rates)
+    if success_rates is None and len(rates or ()) < shape[0]:
+        rates = None  # the newest rounds of the run have too few prompts
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Draw(NamedTuple):
     """A prompt with the number of the pass over the data in which it was drawn.
 
-    One that was chosen has a `c` and the number of prompts drawn before in place of the pass.
+    One that was chosen has a `c` and the number of prompts drawn before it in place of the pass.
     """
 
     prompt: Prompt
@@ -60,6 +60,8 @@ class PromptSource:
         """Number of the pass that the next prompt comes from."""
         self.offset = 0
         """Position in the order of this pass."""
+        self.drawn = 0
+        """Prompts drawn so far."""
         self._deferred: list[tuple[int, int]] = []
         """Skipped prompts: index and pass."""
         self._pass = len(self.prompts) // multiple * multiple
@@ -94,7 +96,8 @@ class PromptSource:
             )
         drawn: list[tuple[int, int | str]] = []
         taken = {self._indices[uid] for uid in besides}
-        explored = n if chooser is None else chooser.explored(n, domain)
+        before, self.drawn = self.drawn, self.drawn + n
+        explored = n if chooser is None else chooser.explored(before, n)
         while len(drawn) < explored:
             index, epoch = self._next(taken)
             taken.add(index)
@@ -102,10 +105,8 @@ class PromptSource:
             if self.offset >= self._pass and not self._deferred:
                 self.epoch, self.offset = self.epoch + 1, 0
         if chooser is not None and explored < n:
-            free = {uid: index for uid, index in self._indices.items() if index not in taken}
-            chosen = chooser.choose([*free], n - explored, domain)
-            label, indices = f"c{chooser.counts[domain][0]}", [*free.values()]
-            drawn += [(indices[position], label) for position in chosen]
+            chosen = chooser.choose([*self._indices], taken, n - explored, domain, before)
+            drawn += [(index, f"c{before}") for index in chosen]
         return [Draw(self.prompts[index], epoch) for index, epoch in drawn]
 
     def _next(self, taken: set[int]) -> tuple[int, int]:
@@ -128,7 +129,9 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and a fingerprint of the prompts and their order."""
-        position = {name: getattr(self, name) for name in ("epoch", "offset", "seed", "shuffle")}
+        position = {
+            name: getattr(self, name) for name in ("epoch", "offset", "drawn", "seed", "shuffle")
+        }
         return position | {"deferred": [*self._deferred], "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +149,7 @@ class PromptSource:
                     f"{ours}`: the order of the prompts would change within a pass. "
                     f"Resume with `{name}={state[name]}`."
                 )
-        self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
+        self.epoch, self.offset, self.drawn = (int(state[n]) for n in ("epoch", "offset", "drawn"))
         self._deferred = [(int(index), int(epoch)) for index, epoch in state["deferred"]]
 
 

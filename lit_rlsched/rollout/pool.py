@@ -140,8 +140,7 @@ class Pool:
         from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
 
         source = None if self.source is None else self.source.state_dict()
-        chooser = None if self.chooser is None else self.chooser.state_dict()
-        state = {"source": source, "chooser": chooser, "pool": pack(self), "runs": self.runs}
+        state = {"source": source, "pool": pack(self), "runs": self.runs}
         return state | {"audit": self._audit.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
@@ -151,7 +150,5 @@ class Pool:
         if state["source"] is not None:
             assert self.source is not None
             self.source.load_state_dict(state["source"])
-        if self.chooser is not None and state["chooser"] is not None:
-            self.chooser.load_state_dict(state["chooser"])
         self._groups = {group.id: group for group in unpack(state["pool"], prompt)}
         self._audit, self.runs = PoolAudit.from_state(state["audit"]), state["runs"]

@@ -319,9 +319,13 @@ class Rollout:
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
         rest = [sample for sample in samples if not sample.completion.finished]
-        if (pilot := self.hooks.pilot) is None:
-            return rest
-        return [s for s in rest if s.completion.index < pilot or s.completion.token_ids]
+        return [*filter(self._begins, rest)]
+
+    def _begins(self, sample: Sample) -> bool:
+        """Return whether a completion begins with the round: with a pilot, the first of a group."""
+        if (pilot := self.hooks.pilot) is None or sample.completion.index < pilot:
+            return True
+        return any(c.token_ids or c.finished for c in sample.group.completions[pilot:])
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""

@@ -91,6 +91,18 @@ def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
     return when(schedule.rule.reorders and who, rewards=who)
 
 
+def _needs_groups(schedule: Schedule, facts: RunFacts) -> Found:
+    """What looks for groups whose rewards are all equal, where such groups teach, too."""
+    skips = schedule.chooser is not None and schedule.chooser.rule == "skip_solved"
+    found = {
+        "`DynamicSampling`": schedule.replacement,
+        "`PromptBudget`": schedule.pilot,
+        "`PromptChoice(rule='skip_solved')`": skips,
+    }
+    first = next((name for name, used in found.items() if used), None)
+    return when(facts.trains and not facts.learner.needs_group and first, needs=first)
+
+
 ROUND_ENDS = "Both decide when a round ends. Remove one of them."
 
 COMBINATIONS: Sequence[Combination] = [
@@ -191,10 +203,7 @@ COMBINATIONS: Sequence[Combination] = [
         "`advantage='{f.module[advantage]}'`",
         "rewards are compared over the whole update there, so prompts whose rewards are all equal "
         "are useful too. Leave one of the two out.",
-        lambda s, f: when(
-            f.trains and not f.learner.needs_group and (s.replacement or s.pilot),
-            needs="`PromptBudget`" if s.pilot else "`DynamicSampling`",
-        ),
+        _needs_groups,
     ),
     Combination(
         "`PromptBudget(pilot={s.pilot})`",
@@ -221,7 +230,7 @@ COMBINATIONS: Sequence[Combination] = [
         "`num_generations={f.settings.num_generations}`",
         "advantages that compare completions of a prompt",
         "use 2 or more (a baseline needs a second completion), or "
-        "`GRPOModule(advantage='reinforce++')`, which needs none.",
+        "`GRPOModule(advantage='tracker')` or `'reinforce++'`, which need none.",
         lambda _, f: when(f.trains and f.learner.needs_group and f.settings.num_generations < 2),
     ),
     Combination(
@@ -295,9 +304,9 @@ _SHOWN = {
     "sampling": "top_p, top_k or min_p",
     "who": "a rule that verifies tokens",
     "rewards": "`DynamicSampling` or `DownSampling(early_stop=True)`",
-    "needs": "`DynamicSampling` or `PromptBudget`",
+    "needs": "`DynamicSampling`, `PromptBudget` or `PromptChoice(rule='skip_solved')`",
     "rule": "A rule that ends rounds early, or `DownSampling(early_stop=True)`",
-    "f.module[advantage]": "reinforce++",
+    "f.module[advantage]": "reinforce++' or 'tracker",
     "one": "`AsyncRollout`, `RolloutWindow`, `SortedBatching`",
     "other": "`TailBatching` or another of these",
     "use": "Use less, or a",

@@ -122,7 +122,8 @@ class TrainerHooks(RoundHooks):
         """
         update, names = self.update, self._run.settings.rewards.names
         round = Round(self.number, self.version, result.trained, result.trace)
-        check_rewards(round, update.weights, self.sequences)
+        first = self.pilot or self._run.settings.num_generations
+        check_rewards(round, update.weights, self._rule.update_prompts * first)
         drop_stale(round, self._rule.max_staleness)
         streamed = {group.id for group, _ in self._copies}
         rest = [group for group in round.groups if group.id not in streamed]

@@ -24,7 +24,7 @@ PLAIN = (type(None), bool, int, float, str)
 class LengthPredictor(RemembersInit, ABC):
     """Predicts how many tokens unfinished completions will still draw.
 
-    The run sets `statistics`: what it knows of each prompt.
+    A run sets `statistics`: what it knows of each prompt.
 
     Example::
 
@@ -33,7 +33,7 @@ class LengthPredictor(RemembersInit, ABC):
                 return [3.0 * len(sample.group.prompt.token_ids) for sample in samples]
     """
 
-    statistics = PromptStatistics()
+    statistics: PromptStatistics
 
     @abstractmethod
     def predict(self, samples: Sequence[Sample]) -> Sequence[float]:
@@ -87,6 +87,7 @@ class PromptHistory(LengthPredictor):
 
     def __init__(self, shrinkage: float = 4.0, half_life: float = HALF_LIFE) -> None:
         self.shrinkage, self.half_life = shrinkage, half_life
+        self.statistics = PromptStatistics()
         self._histogram = np.zeros((2, BINS))  # weight, tokens
 
     def ratio(self, uid: str) -> float:
@@ -145,9 +146,7 @@ class CalibratedPredictor:
     def connect(self, statistics: PromptStatistics) -> None:
         """Let predictor and history read what the run knows of each prompt."""
         self.statistics = statistics
-        of_predictor = getattr(self.predictor, "history", self.predictor)
-        for each in (self.history, self.predictor, of_predictor):
-            each.statistics = statistics
+        self.history.statistics = self.predictor.statistics = statistics
 
     def start_round(self) -> None:
         """Forget a round that was interrupted; it is drawn again."""

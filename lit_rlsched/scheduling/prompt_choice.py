@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Container, Sequence
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 
@@ -16,44 +17,39 @@ Rule = Literal["thompson", "skip_solved", "uniform"]
 class Chooser:
     """Chooses prompts; see `lit_rlsched.callbacks.PromptChoice`.
 
-    What it chooses follows from the statistics, a seed and the number of prompts so far.
+    What it chooses follows from the statistics, a seed and the number of prompts drawn before.
     """
 
     def __init__(self, rule: Rule, target: float, explore: float, seed: int) -> None:
-        self.rule, self.target, self.explore, self.seed = rule, target, explore, seed
+        self.rule, self.target, self.seed = rule, target, seed
+        self.explore = 1.0 if rule == "uniform" else explore
         self.connect(PromptStatistics())
-        self._warned = False
-        self.counts: dict[str | None, tuple[int, int]] = {}
-        """Prompts so far by domain: all, and those in the data's order."""
+        self.warned = False
+        """Whether it was said that there is nothing to choose by."""
 
     def connect(self, statistics: PromptStatistics) -> None:
         """Choose by what a run knows of each prompt."""
         self.statistics = statistics
 
-    def explored(self, n: int, domain: str | None) -> int:
-        """Return how many of the next `n` prompts come in the data's order, and count them."""
-        total, before = self.counts.get(domain, (0, 0))
-        share = 1.0 if self.rule == "uniform" else self.explore
-        # of so many prompts in all; an error of rounding must not cost one
-        due = min(n, math.floor((total + n) * share + 1e-9) - before)
-        self.counts[domain] = total + n, before + due
-        return due
+    def explored(self, before: int, n: int) -> int:
+        """Return how many of the next `n` prompts come in the data's order.
 
-    def choose(self, uids: Sequence[str], n: int, domain: str | None) -> list[int]:
-        """Return the positions of `n` of the prompts, the best first."""
-        count, _ = self.counts[domain]
-        key = stable_hash("prompt choice", self.seed, domain or "", count)
+        It is a share of all prompts, `before` of which were drawn; errors of rounding cost none.
+        """
+        first, last = (math.floor(m * self.explore + 1e-9) for m in (before, before + n))
+        return last - first
+
+    def choose(
+        self, uids: Sequence[str], taken: Container[int], n: int, domain: str | None, before: int
+    ) -> list[int]:
+        """Return the positions in `uids` of `n` prompts that are not in `taken`, the best first."""
+        key = stable_hash("prompt choice", self.seed, domain or "", before)
         noise = np.random.Generator(np.random.Philox(key=key))
         equal = self.statistics.equal(uids)
-        if equal.all() and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"`PromptChoice({self.rule})`: the last completions of each of the {len(uids)} "
-                "prompts had equal rewards, so there is nothing to choose by, and prompts are "
-                "drawn at random. Use harder or easier prompts, or end the run.",
-                stacklevel=2,
-            )
-        if self.rule == "skip_solved" or equal.all():
+        if equal.all():
+            self._warn(len(uids))
+            ranked = noise.permutation(len(uids))
+        elif self.rule == "skip_solved":
             # each time without a signal halves the chance that a prompt is not passed over
             order = noise.permutation(len(uids))
             passed = noise.random(len(uids)) >= 0.5 ** equal[order]
@@ -63,12 +59,15 @@ class Chooser:
             ranked = np.argsort(np.abs(rates - self.target), kind="stable")
         else:
             ranked = np.argsort(-self.statistics.sample_spread(uids, noise), kind="stable")
-        return [int(i) for i in ranked[:n]]
+        return [*islice((int(i) for i in ranked if i not in taken), n)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers of prompts so far."""
-        return {"counts": [[domain, *pair] for domain, pair in self.counts.items()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore them."""
-        self.counts = {domain: (total, explored) for domain, total, explored in state["counts"]}
+    def _warn(self, prompts: int) -> None:
+        if self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            f"`PromptChoice({self.rule})`: the last completions of each of the {prompts} prompts "
+            "had equal rewards, so there is nothing to choose by, and prompts are drawn at random. "
+            "Use harder or easier prompts, or end the run.",
+            stacklevel=2,
+        )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from lit_rlsched.scheduling.down_sampling import informative
 from lit_rlsched.types import Group
 
 DECAY = 0.9
-"""Weight of a prompt's completion relative to its next one."""
+"""Weight of what is known of a prompt for each completion that it draws; a group's weigh alike."""
 PRIOR = 2.0
 """Completions of a prompt that weigh as much as what is known of all prompts."""
 HALF_LIFE = 2000.0
@@ -29,7 +30,7 @@ class PromptRecord:
     round: int = 0
     """Number of the last round that did so."""
     equal: int = 0
-    """Times in a row, the last one included, that all its rewards were equal."""
+    """Times in a row, the last one included, that two or more rewards were all equal."""
     scored: float = 0.0
     """Completions with a reward."""
     reward: float = 0.0
@@ -41,12 +42,13 @@ class PromptRecord:
     length: float = 0.0
     """Sum of their lengths: in tokens for the run, relative to the run's mean for a prompt."""
 
-    def add_rewards(self, rewards: Sequence[float], decay: float) -> None:
-        """Add the rewards of completions, the first of them drawn first."""
-        for reward in rewards:
-            self.scored = self.scored * decay + 1.0
-            self.reward = self.reward * decay + reward
-            self.square = self.square * decay + reward * reward
+    def add(self, lengths: Sequence[float], rewards: Sequence[float], decay: float) -> None:
+        """Add completions; what was known before counts less by the factor `decay`."""
+        self.scored = self.scored * decay + len(rewards)
+        self.reward = self.reward * decay + sum(rewards)
+        self.square = self.square * decay + sum(reward * reward for reward in rewards)
+        self.drawn = self.drawn * decay + len(lengths)
+        self.length = self.length * decay + sum(lengths)
 
 
 class PromptStatistics:
@@ -74,24 +76,19 @@ class PromptStatistics:
             groups: Those that the round trains on.
             rewards: `[P, G]`, by index in the group, NaN where there is none. Empty: lengths alone.
         """
-        lengths = [max(1, c.drawn) for group in groups for c in group.completions]
-        fade = 0.5 ** (len(lengths) / HALF_LIFE)
-        run = self.run
-        run.drawn, run.length = run.drawn * fade + len(lengths), run.length * fade + sum(lengths)
-        for group, row in zip(groups, rewards or [()] * len(groups), strict=True):
+        lengths = [[max(1.0, c.drawn) for c in group.completions] for group in groups]
+        known = [[r for r in row if math.isfinite(r)] for row in rewards] or [[]] * len(groups)
+        drawn, run = [*chain(*lengths)], self.run
+        run.add(drawn, [*chain(*known)], 0.5 ** (len(drawn) / HALF_LIFE))
+        self.binary = self.binary and {*chain(*known)} <= {0.0, 1.0}
+        for group, of_group, scores in zip(groups, lengths, known, strict=True):
             uid = group.prompt.uid
-            record = self.prompts.pop(uid, None) or PromptRecord()
-            self.prompts[uid] = record
+            self.prompts[uid] = record = self.prompts.pop(uid, None) or PromptRecord()
             record.groups, record.round = record.groups + 1, number
-            for completion in group.completions:
-                relative = max(1, completion.drawn) * run.drawn / run.length
-                record.drawn = record.drawn * DECAY + 1.0
-                record.length = record.length * DECAY + relative
-            if known := [reward for reward in row if math.isfinite(reward)]:
-                record.equal = 0 if informative(np.array(row)) else record.equal + 1
-                record.add_rewards(known, DECAY)
-                run.add_rewards(known, 0.5 ** (1 / HALF_LIFE))
-                self.binary = self.binary and {*known} <= {0.0, 1.0}
+            relative = [length * run.drawn / run.length for length in of_group]
+            record.add(relative, scores, DECAY ** len(of_group))
+            if len(scores) > 1:
+                record.equal = 0 if informative(np.array(scores)) else record.equal + 1
         while len(self.prompts) > MOST:
             del self.prompts[next(iter(self.prompts))]
 
@@ -132,11 +129,6 @@ class PromptStatistics:
         """Times in a row that all rewards of each prompt were equal, `[N]`."""
         nothing = PromptRecord()
         return np.array([self.prompts.get(uid, nothing).equal for uid in uids])
-
-    def share_equal(self, uids: Sequence[str], generations: int) -> float:
-        """Expected share of groups without a signal among prompts, for rewards of 0 and 1."""
-        rates = np.clip(self.means(uids), 0.0, 1.0)
-        return float((rates**generations + (1 - rates) ** generations).mean())
 
     def _sums(self, uids: Iterable[str]) -> np.ndarray:
         nothing = PromptRecord()

@@ -12,6 +12,7 @@ from lit_rlsched.scheduling.length_prediction import (
     within_limit,
 )
 from lit_rlsched.scheduling.noise import splitmix64
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.settings import UsageError
 from lit_rlsched.types import Sample
 
@@ -113,6 +114,15 @@ class TokenConditioned(LengthPredictor):
         self._came, self._predicted = 0.0, 0.0
         self._weights: np.ndarray | None = None
         self._waiting: dict[str, tuple[int, float, np.ndarray]] = {}
+
+    @property
+    def statistics(self) -> PromptStatistics:
+        """What the run knows of each prompt, which the history reads."""
+        return self.history.statistics
+
+    @statistics.setter
+    def statistics(self, statistics: PromptStatistics) -> None:
+        self.history.statistics = statistics
 
     def predict(self, samples: Sequence[Sample]) -> list[float]:
         if not samples:

@@ -20,6 +20,8 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 PILOT = 4
 """Default of `PromptBudget`."""
+MOST_ROUNDS = 200
+"""Rounds to simulate of a choice."""
 CHOICES: dict[str, tuple[Rule, bool]] = {
     "plain, or DynamicSampling()": ("uniform", False),
     f"PromptBudget({PILOT})": ("uniform", True),
@@ -61,7 +63,7 @@ def tokens_per_signal(
     rounds: int,
     choice: tuple[Rule, bool],
 ) -> float:
-    """Tokens drawn for each group whose rewards differ.
+    """Tokens drawn for each group whose rewards differ; infinite if there is none.
 
     Prompt `i` has the rate `rates[i]` and the mean of `lengths[i]`, which come again if there are
     fewer of them. Rewards are chance, the same for all choices that draw a prompt as often.
@@ -71,6 +73,7 @@ def tokens_per_signal(
     source = DomainSource(prompts, seed=0, shuffle=True, domain_of=None)
     chooser, statistics = Chooser(rule, target=0.5, explore=0.1, seed=0), PromptStatistics()
     chooser.connect(statistics)
+    chooser.warned = True  # of rates that are all 0 or 1 the table says enough
     noise, tokens, signals = np.random.default_rng(0), 0.0, 0
     for number in range(rounds):
         groups, rewards = [], []
@@ -85,7 +88,7 @@ def tokens_per_signal(
             groups.append(Group(draw.key, draw.prompt, Sampling(1), completions))
             rewards.append(row.tolist())
         statistics.observe(number, groups, rewards)
-    return tokens / max(1, signals)
+    return tokens / signals if signals else math.inf
 
 
 def savings(
@@ -94,16 +97,26 @@ def savings(
     prompts_per_round: int,
     num_generations: int,
 ) -> list[str]:
-    """Return a table of all choices, over as many rounds as draw each prompt ten times."""
+    """Return a table of all choices, over as many rounds as draw each prompt ten times, or fewer.
+
+    Raises:
+        UsageError: a round has more prompts than there are rates.
+    """
     if len(rates) < prompts_per_round:
         raise UsageError(
             f"`--prompts_per_round {prompts_per_round}`: there are success rates of {len(rates)} "
             "prompts. Use that number or less, or give the rates of more prompts."
         )
-    rounds = -(-10 * len(rates) // prompts_per_round)
+    rounds = min(MOST_ROUNDS, -(-10 * len(rates) // prompts_per_round))
     shape = prompts_per_round, num_generations, rounds
-    found = {name: tokens_per_signal(rates, lengths, *shape, of) for name, of in CHOICES.items()}
+    found = {
+        name: tokens_per_signal(rates, lengths, *shape, of)
+        for name, of in CHOICES.items()
+        if num_generations > PILOT or not of[1]
+    }
     plain, *_ = found.values()
+    if plain == math.inf:
+        return ["", "No choice of prompts helps: all success rates are 0 or 1."]
     rows = [f"{each:10,.0f} {each / plain:9.2f}  {name}" for name, each in found.items()]
     said = f"Tokens for a group with a signal, with the success rates of {len(rates)} prompts:"
     return ["", said, "    tokens  of plain", *rows]

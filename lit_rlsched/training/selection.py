@@ -113,7 +113,8 @@ class Pilot:
     def waits(self, group: Group) -> bool:
         """Whether the first completions have finished, and no other has begun."""
         first, others = group.completions[: self.size], group.completions[self.size :]
-        return all(c.finished for c in first) and not any(c.token_ids for c in others)
+        untouched = not any(c.token_ids or c.finished for c in others)
+        return untouched and all(c.finished for c in first)
 
     def stops(self, group: Group) -> bool:
         """Whether the first completions teach nothing."""

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import time
-from itertools import groupby
+from itertools import count, groupby
 from statistics import fmean
 
 import forked
@@ -365,6 +365,23 @@ def test_groups_that_stop_early_leave_no_session(run):
     assert len(rounds) == 2
     for round in rounds:
         assert all(len(g.completions) <= 4 for g in round.groups)
+
+
+def test_a_completion_that_cannot_open_leaves_its_group_the_others(run):
+    """Also while the rest of the group, which began after its pilot, still opens."""
+
+    class Flaky(notes()):
+        opened = count(1)
+
+        def reset(self, prompt, seed, **columns) -> str:
+            if next(self.opened) % 5 == 0:
+                raise RuntimeError("not now")
+            return super().reset(prompt, seed, **columns)
+
+    _, rounds = run(PromptBudget(2), environment_factory=Flaky, max_epochs=4)
+    sizes = {len(group.completions) for round in rounds for group in round.groups}
+    dropped = {c.dropped for round in rounds for c in round.completions}
+    assert sizes == {2, 4} and dropped == {None, "environment_raised"}
 
 
 @pytest.mark.slow

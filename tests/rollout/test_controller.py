@@ -16,7 +16,7 @@ from lit_rlsched.rollout.scoring import Scorer
 from lit_rlsched.scheduling.admission import Admission, CacheBudget
 from lit_rlsched.scheduling.length_prediction import CalibratedPredictor, PromptHistory
 from lit_rlsched.scheduling.round_rule import FullRound
-from lit_rlsched.training.selection import Selection, Stop
+from lit_rlsched.training.selection import Pilot, Selection, Stop
 from lit_rlsched.types import Completion, Event
 
 groups = partial(plan, 16)
@@ -61,6 +61,30 @@ def test_every_completion_exactly_once(scheduler, prompts, size, slots, refill, 
     assert max(trace.steps["running"]) <= slots
     assert trace.busy_slot_steps == trace.tokens == sum(lengths.values())
     assert not run.session.worker.busy and engine.stats().running == 0
+
+
+@given(st.data(), st.integers(1, 5))
+def test_a_pilot_leaves_no_group_half_done(scheduler, data, slots):
+    """Whatever an earlier round, perhaps without a pilot, has begun of it."""
+    plan = groups(3, 4)
+    for completion in (c for group in plan for c in group.completions):
+        begun, over = data.draw(st.sampled_from([(0, 0), (1, 0), (2, 0), (3, 1), (0, 1)]))
+        completion.token_ids, completion.logprobs = [5] * begun, [-1.0] * begun
+        completion.finish_reason = "stop" if over else None
+    whole = {g.id for g in plan if any(c.token_ids or c.finished for c in g.completions[2:])}
+    over = [(c, len(c.token_ids)) for g in plan for c in g.completions if c.finished]
+    lengths = [data.draw(st.integers(4, 6)) for _ in range(12)]
+    engine, pilot = simulated(slots, lengths), Pilot(2, [1.0])
+    run = rollout_of(plan, engine, scheduler, slots, stop=pilot, pilot=2)
+    assert sorted(group.id for group in run.decode()) == ["0@0", "1@0", "2@0"]
+    for group in plan:
+        assert all(c.finished and c.scores for c in group.completions)
+        assert len(group.completions) == 4 or (group.id not in whole and pilot_equal(group))
+    assert all(len(c.token_ids) == before for c, before in over)
+
+
+def pilot_equal(group):
+    return len({len(c.token_ids) for c in group.completions}) == 1 and len(group.completions) == 2
 
 
 def test_stopping_early_aborts_the_rest(scheduler):

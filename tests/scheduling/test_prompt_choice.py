@@ -102,8 +102,9 @@ def test_sums_by_their_definition(rows):
     """Each completion with its weight."""
     rounds = [{"a": row, "b": [1.0]} for row in rows]
     statistics = observed(*rounds)
-    known = [reward for row in rows for reward in row if not math.isnan(reward)]
-    weights = [DECAY ** (len(known) - 1 - i) for i in range(len(known))]
+    later = [sum(map(len, rows[i + 1 :])) for i in range(len(rows))]
+    pairs = [(r, DECAY**n) for row, n in zip(rows, later, strict=True) for r in row if r == r]
+    known, weights = [r for r, _ in pairs], [w for _, w in pairs]
     record = statistics.prompts["a"] if rows else None
     if record is not None:
         assert record.scored == pytest.approx(sum(weights))
@@ -140,8 +141,8 @@ def chosen(statistics, uids, rule="thompson", target=0.5, times=4000):
     for seed in range(times):
         chooser = Chooser(rule, target, 0.001, seed)
         chooser.connect(statistics)
-        assert chooser.explored(1, None) == 0
-        counts[uids[chooser.choose(uids, 1, None)[0]]] += 1
+        assert chooser.explored(0, 1) == 0
+        counts[uids[chooser.choose(uids, (), 1, None, 0)[0]]] += 1
     return {uid: count / times for uid, count in counts.items()}
 
 
@@ -176,23 +177,46 @@ def test_if_nothing_teaches_prompts_come_at_random_and_it_is_said_once(rule):
     statistics = observed({"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 1.0]})
     chooser = Chooser(rule, 0.5, 0.1, 0)
     chooser.connect(statistics)
-    chooser.explored(2, None)
     with pytest.warns(UserWarning, match="of the 3 prompts had equal rewards.*harder or easier"):
-        chooser.choose(["a", "b", "c"], 2, None)
+        assert 1 not in chooser.choose(["a", "b", "c"], {1}, 2, None, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        chooser.choose(["a", "b", "c"], 2, None)
+        chooser.choose(["a", "b", "c"], (), 2, None, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         share = chosen(statistics, ["a", "b", "c"], rule)
-    if rule == "thompson":
-        assert all(each == pytest.approx(1 / 3, abs=0.03) for each in share.values())
+    assert all(each == pytest.approx(1 / 3, abs=0.03) for each in share.values())
 
 
-def test_expected_share_without_a_signal():
-    statistics = observed({"a": [1.0, 0.0]})
-    rate = statistics.means(["a"])[0]
-    assert statistics.share_equal(["a"], 3) == pytest.approx(rate**3 + (1 - rate) ** 3)
+def test_what_is_left_teaching_nothing_is_no_warning(recwarn):
+    """Prompts that teach may be taken already, by a window."""
+    statistics = observed({"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [0.0, 1.0]})
+    chooser = Chooser("thompson", 0.5, 0.1, 0)
+    chooser.connect(statistics)
+    assert sorted(chooser.choose("abc", {2}, 2, None, 0)) == [0, 1]
+    assert not recwarn.list
+
+
+def test_single_completions_are_not_equal():
+    statistics = observed(*[{"a": [1.0], "b": [0.0]}] * 4)
+    assert not statistics.equal("ab").any()
+    share = chosen(statistics, [*"ab"], target=1.0, times=500)
+    assert share["a"] > 0.9
+
+
+@given(RULES, RULES, st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from([0.1, 0.5, 1.0]))
+def test_a_resumed_run_may_choose_otherwise(rule, other_rule, explore, other_explore):
+    run = Run(12, 4, rule, explore, 0)
+    for _ in range(3):
+        run.round()
+    other = Run(12, 4, other_rule, other_explore, 0)
+    other.load(run.state(), run.number)
+    for _ in range(10):
+        drawn = other.round()
+        assert len(drawn) == 4 == len({name.partition("@")[0] for name in drawn})
+    share = 1.0 if other_rule == "uniform" else other_explore
+    in_order = sum("@c" not in name for _ in range(5) for name in other.round())
+    assert abs(in_order - 20 * share) <= 1
 
 
 def test_the_prompts_trained_on_last_are_remembered(monkeypatch):

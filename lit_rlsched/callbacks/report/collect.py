@@ -41,7 +41,7 @@ CURVES = ("reward", "completions/mean_length", "kl", "entropy")
 OF_ROUND = (
     *("rollout/bubble_ratio", "rollout/tokens_per_second"),
     *("rollout/trained_over_drawn_length", "pool/trained_over_drawn_length"),
-    *("frac_reward_zero_std", "prompt_choice/uniform_zero_std"),
+    *("frac_reward_zero_std", "prompt_choice/known_zero_std"),
 )
 """Metrics of the rollouts that are shown of each round."""
 KINDS = (

@@ -160,7 +160,7 @@ function lines(parent, title, about, unit, of, names) {
     }) };
   } });
 }
-const WORDS = { "rollout/trained_over_drawn_length": "in each round", "pool/trained_over_drawn_length": "since the run began", "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding", "frac_reward_zero_std": "as drawn", "prompt_choice/uniform_zero_std": "in the data's order, estimated" };
+const WORDS = { "rollout/trained_over_drawn_length": "in each round", "pool/trained_over_drawn_length": "since the run began", "val/accuracy": "accuracy", "val/greedy_accuracy": "greedy decoding", "frac_reward_zero_std": "as drawn", "prompt_choice/known_zero_std": "of all known prompts" };
 const said = (name) => WORDS[name] || name.match(/^rewards\/(.*)\/mean$/)?.[1] || name.replace(/^val\/mean@(\d+)$/, "$1 samples").replace(/^[a-z_]+\//, "").replaceAll("_", " ");
 const patterned = (shape) => ({ shape, solidity: 0.2, size: 7, fillmode: "overlay", fgcolor: css("--paper") });
 // Colour and pattern of a part; those that `looks` does not name have one by their place.

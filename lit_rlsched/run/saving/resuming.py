@@ -102,7 +102,8 @@ def check_whole_groups(pool: Iterable[Group], num_generations: int) -> None:
         raise UsageError(
             "The checkpoint was made in the middle of a pool from which single completions "
             "were trained on, and this run compares each completion with its whole group. "
-            f"Resume with `advantage='reinforce++'` and without `DownSampling`, {_FIX}"
+            "Resume with the `advantage` that it was made with and without `DownSampling`, "
+            f"{_FIX}"
         )
 
 
