@@ -357,6 +357,10 @@ class Group:
         """Whether every completion is finished and scored."""
         return all(c.scored for c in self.completions)
 
+    def begun(self, first: int) -> bool:
+        """Return whether a completion from index `first` on has begun."""
+        return any(c.token_ids or c.finished for c in self.completions[first:])
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

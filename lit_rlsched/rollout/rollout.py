@@ -310,8 +310,7 @@ class Rollout:
         Of a group that is partly done, the hooks have seen the completions that have their scores.
         """
         partly = not self.rule.reorders and self.rule.verifies_from is None
-        finished = [sample for sample in samples if sample.completion.finished]
-        for sample in finished:
+        for sample in (s for s in samples if s.completion.finished):
             self.state.count(sample, self.trace.decode_steps)
             if self.state.waits(sample):
                 continue
@@ -319,13 +318,8 @@ class Rollout:
             if not (partly and sample.completion.scored):
                 self.session.scorer.submit(sample.group, sample.completion)
         rest = [sample for sample in samples if not sample.completion.finished]
-        return [*filter(self._begins, rest)]
-
-    def _begins(self, sample: Sample) -> bool:
-        """Return whether a completion begins with the round: with a pilot, the first of a group."""
-        if (pilot := self.hooks.pilot) is None or sample.completion.index < pilot:
-            return True
-        return any(c.token_ids or c.finished for c in sample.group.completions[pilot:])
+        pilot = self.hooks.pilot
+        return [s for s in rest if not pilot or s.completion.index < pilot or s.group.begun(pilot)]
 
     def _submit(self, samples: Sequence[Sample]) -> None:
         """Submit completions, once their environments are there."""

@@ -112,9 +112,9 @@ class Pilot:
 
     def waits(self, group: Group) -> bool:
         """Whether the first completions have finished, and no other has begun."""
-        first, others = group.completions[: self.size], group.completions[self.size :]
-        untouched = not any(c.token_ids or c.finished for c in others)
-        return untouched and all(c.finished for c in first)
+        return all(c.finished for c in group.completions[: self.size]) and not group.begun(
+            self.size
+        )
 
     def stops(self, group: Group) -> bool:
         """Whether the first completions teach nothing."""

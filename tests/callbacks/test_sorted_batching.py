@@ -200,7 +200,7 @@ def test_single_completions_of_a_checkpoint_do_not_become_groups(fit, tiny_model
     single = GRPOModule(tiny_model, advantage="reinforce++")
     _, _, data = fit(single, [SortedBatching(3), *saves], trainer=trainer, **settings)
     assert any(len(group.completions) < 3 for group in data.run.pool)
-    with pytest.raises(UsageError, match=r"Resume with `advantage='reinforce\+\+'`"):
+    with pytest.raises(UsageError, match=r"Resume with the `advantage` that it was made with"):
         fit(
             callbacks=[SortedBatching(3)],
             trainer={"max_epochs": 3},
