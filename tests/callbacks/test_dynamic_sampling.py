@@ -1,3 +1,6 @@
+from collections import defaultdict
+from statistics import fmean
+
 import pytest
 import torch
 from seen_rounds import Rounds
@@ -9,8 +12,11 @@ from lit_rlsched.callbacks import (
     LengthPrediction,
     MicroGroupSampling,
     PromptBudget,
+    PromptChoice,
+    RolloutLogger,
     RolloutWindow,
 )
+from lit_rlsched.callbacks.report.collect import run_data
 from lit_rlsched.data.source import PromptSource
 from lit_rlsched.training.advantages import group_relative
 
@@ -154,6 +160,28 @@ def test_with_down_sampling(fit, tiny_model):
     assert counters["dropped/down_sampled"] == 2 * 4 * 2
     uninformative = sum(len(r.groups) - 4 for r in recorder.rounds) * 4
     assert counters["dropped/uninformative"] == uninformative > 0
+
+
+def test_it_is_logged_and_reported_how_prompts_were_chosen(fit, tmp_path):
+    recorder, last, means = Rounds(), {}, defaultdict(list)
+    settings = {"train_data": ROWS, "reward_funcs": [reward()], "num_generations": 3}
+    callbacks, save = [recorder, PromptChoice(explore=0.25)], {"default_root_dir": tmp_path}
+    fit(callbacks=[*callbacks, RolloutLogger()], trainer=save | {"max_epochs": 12}, **settings)
+    for round in recorder.rounds:
+        for group in round.groups:
+            means[group.prompt.uid].append(fmean(c.scores[0] for c in group.completions))
+        last |= {g.prompt.uid: teaches(g.prompt) for g in round.groups}
+        in_order = [g.id for g in round.groups if "@c" not in g.id]
+        assert round.metrics["prompt_choice/explored_share"] == len(in_order) / 4 == 0.25
+        assert round.metrics["prompt_choice/known_prompts"] == len(last)
+        share = 1 - sum(last.values()) / len(last)
+        assert round.metrics["prompt_choice/known_zero_std"] == pytest.approx(share)
+    assert len({g.id for r in recorder.rounds for g in r.groups}) == 4 * 12
+    reported = run_data(tmp_path)["prompts"]
+    assert len(reported) == len(means) and max(often for _, often, *_ in reported) > 1
+    for uid, often, first, newest in reported:
+        assert often == len(means[uid])
+        assert (first, newest) == pytest.approx((means[uid][0], means[uid][-1]), rel=1e-3)
 
 
 def first_round(fit, *callbacks, delay=0):

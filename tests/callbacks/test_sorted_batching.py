@@ -17,6 +17,7 @@ from lit_rlsched.callbacks import (
     SortedBatching,
 )
 from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.scheduling.prompt_statistics import PromptStatistics
 from lit_rlsched.settings import UsageError
 from lit_rlsched.training.logprobs import completion_logprobs
 
@@ -173,9 +174,10 @@ def test_several_iterations_and_a_limit_on_batches(fit):
 
 
 @pytest.mark.slow
-def test_reinforce_plus_plus_trains_on_single_completions(fit, tiny_model):
-    recorder = Recorder()
-    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage="reinforce++")
+@pytest.mark.parametrize("advantage", ["reinforce++", "tracker"])
+def test_single_completions_are_trained_on(fit, tiny_model, advantage):
+    recorder, expects = Recorder(), PromptStatistics()
+    module = GRPOModule(tiny_model, learning_rate=1e-3, advantage=advantage)
     settings = {**SMALL, "prompts_per_round": 4, "num_generations": 3}
     fit(module, [recorder, SortedBatching(pool_rounds=3)], trainer={"max_epochs": 5}, **settings)
     check_pools(recorder, 12, 3)
@@ -184,13 +186,23 @@ def test_reinforce_plus_plus_trains_on_single_completions(fit, tiny_model):
     assert any(len(g.completions) < 3 for r in recorder.rounds for g in r.groups)
     for round in recorder.rounds:
         rewards = torch.tensor([c.scores[0] for c in round.completions], dtype=torch.float64)
+        if advantage == "tracker":
+            known = expects.means(sample.group.prompt.uid for sample in round.samples)
+            expects.observe(round.number, round.groups, by_index(round.groups))
+            rewards = rewards - torch.from_numpy(known)
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         expected = torch.zeros(1).double() if len(rewards) == 1 else expected
         got = torch.tensor([c.advantage for c in round.completions], dtype=torch.float64)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
-        if len(rewards) > 1:  # the spread that advantages are relative to
+        if (
+            len(rewards) > 1 and advantage != "tracker"
+        ):  # the spread that advantages are relative to
             assert round.metrics["reward_std"] == pytest.approx(rewards.std().item())
     assert any(c.advantage for c in recorder.completions)
+
+
+def by_index(groups):
+    return [[c.scores[0] for c in group.completions] for group in groups]
 
 
 def test_single_completions_of_a_checkpoint_do_not_become_groups(fit, tiny_model, tmp_path):

@@ -342,7 +342,7 @@ function page() {
   const groups = section("groups", "Groups", "Completions of a prompt whose rewards are all equal have no advantage, and GRPO and RLOO learn nothing from them.").grid;
   bars(groups, "Kinds of groups", "All right and all wrong: every completion has the highest or the lowest reward of the run. One text: every completion is the same.", "groups", (r) => r.groups,
     { "several rewards": [0, ""], "all right": [2, "/"], "all wrong": [3, "."], "one text": [4, "x"], "one other reward": [6, "-"], "no reward": [7, "+"] });
-  lines(groups, "Share of groups without a signal", "As drawn; and as estimated for prompts in the data's order, with PromptChoice and rewards of 0 and 1.", "share", (r) => r.rollouts, (of) => Object.keys(of).filter((n) => n.endsWith("zero_std")));
+  lines(groups, "Share of groups without a signal", "Of the prompts drawn; with PromptChoice also of all known prompts, the last time that each was drawn: the difference is what the choice avoids.", "share", (r) => r.rollouts, (of) => Object.keys(of).filter((n) => n.endsWith("zero_std")));
   chart(groups, { title: "Prompts", about: "How often each prompt was drawn, and its mean reward the last time.", build() {
     const of = run.prompts, columns = ["prompt", "times drawn", "reward, first time", "reward, last time"], hovertemplate = of.map((r) => escaped(r[0]).replace(/%\{/g, "% {") + "<extra></extra>");
     return of.length ? { traces: [{ mode: "markers", x: of.map((r) => r[1]), y: of.map((r) => r[3]), hovertemplate, marker: { color: hue(0) } }],
