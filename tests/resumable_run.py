@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from plain_module import Plain
 from schedules import RESUMED, SETTINGS, coin, digits
 
-from lit_rlsched import GRPOModule, RolloutDataModule, engines
+from lit_rlsched import RolloutDataModule, engines
 from lit_rlsched.callbacks import (
     LengthPrediction,
     RNGState,
@@ -200,8 +200,7 @@ def main(folder, engine, model, name, place, stops):
         ],
         plugins=[DyingIO(place)],
     )
-    automatic = name == "automatic optimization"
-    module = Plain(model) if automatic else GRPOModule(model, learning_rate=1e-3)
+    module = Plain(model) if name == "automatic optimization" else schedule.module(model)
     ckpt_path = newest_checkpoint(folder) if stops else "last"
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())

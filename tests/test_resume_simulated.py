@@ -50,7 +50,11 @@ from lit_rlsched.types import Prompt, stable_hash
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice about rewards of 0 and 1
 SCHEDULES = {
-    **{name: schedule for name, schedule in RESUMED.items() if name != "automatic optimization"},
+    **{
+        name: of
+        for name, of in RESUMED.items()
+        if name not in ("automatic optimization", "tracker")
+    },
     "streamed": Schedule(
         RESUMED["streamed"].callbacks,
         LONG | {"prompts_per_round": 4},  # so that most rounds stream
