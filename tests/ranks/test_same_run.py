@@ -50,6 +50,17 @@ VARIANTS = {
         "data": {"mask_truncated_completions": True},
         "callbacks": {"DownSampling": {"keep": 2}, "DynamicSampling": {}, "AdaptiveTimeouts": {}},
     },
+    "chosen prompts, a pilot, two engines": {
+        "callbacks": {"PromptChoice": {"explore": 0.3}, "PromptBudget": {"pilot": 2}},
+        "engine": "TransformersEngine",
+        "data": {"num_engines": 2},
+        "rounds": 4,
+    },
+    "a tracker of chosen prompts": {
+        "module": {"advantage": "tracker"},
+        "callbacks": {"PromptChoice": {}, "SortedBatching": {"pool_rounds": 2}},
+        "rounds": 4,
+    },
     "drawn beside updates": {
         "callbacks": {"AsyncRollout": {"too_old": "wait"}},
         "engine": "TransformersEngine",
