@@ -140,8 +140,8 @@ class Pool:
         from lit_rlsched.rollout.packing import pack  # imports torch; simulations run without it
 
         source = None if self.source is None else self.source.state_dict()
-        state = {"source": source, "pool": pack(self), "runs": self.runs}
-        return state | {"audit": self._audit.state_dict()}
+        audit = self._audit.state_dict()
+        return {"source": source, "pool": pack(self), "audit": audit, "runs": self.runs}
 
     def load_state_dict(self, state: dict[str, Any], prompt: Callable[[str], Prompt]) -> None:
         """Restore pool and position in the data; `prompt` finds a prompt by its uid."""

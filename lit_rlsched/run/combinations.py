@@ -79,14 +79,10 @@ def _verifier(schedule: Schedule, facts: RunFacts) -> str:
     return f"`{[*found, type(schedule.rule).__name__][0]}`"
 
 
-def _stops_early(schedule: Schedule) -> bool:
-    return schedule.selection is not None and schedule.selection.reward_range is not None
-
-
 def _decided_by_rewards(schedule: Schedule, _: RunFacts) -> Found:
     """What lets rewards decide which prompts are in time, where prompts may overtake others."""
     who = "`DynamicSampling`" if schedule.replacement else ""
-    if _stops_early(schedule):
+    if schedule.stops_early:
         who = "`DownSampling(early_stop=True)`"
     return when(schedule.rule.reorders and who, rewards=who)
 
@@ -216,7 +212,7 @@ COMBINATIONS: Sequence[Combination] = [
         "{rule}",
         "both would decide which completions are in time. Leave one of the two out.",
         lambda s, f: when(
-            s.pilot and (s.rule.ends_early or _stops_early(s)),
+            s.pilot and (s.rule.ends_early or s.stops_early),
             rule=_verifier(s, f) if s.rule.ends_early else "`DownSampling(early_stop=True)`",
         ),
     ),

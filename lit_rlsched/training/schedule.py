@@ -136,6 +136,11 @@ class Schedule:
         """A round may draw this many times its prompts."""
         return 1 if self.replacement is None else self.replacement.max_num_gen_batches
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether groups end before all of their completions: `DownSampling(early_stop=True)`."""
+        return self.selection is not None and self.selection.reward_range is not None
+
     def resolved_probe_tokens(self, max_completion_length: int) -> int:
         """Completion length, in tokens, at which the predictor is asked."""
         if self.probe_tokens is None:

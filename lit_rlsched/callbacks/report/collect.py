@@ -238,7 +238,9 @@ def _completions(traces: Traces) -> tuple[Json, Json]:
 def _prompts(traces: Traces) -> list[list[Any]]:
     """Return prompts: how often they were drawn, their mean reward the first and the last time."""
     drawn: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in traces.rows("completions"):
+    if (table := traces.table("completions")).num_rows:
+        table = table.select(["uid", "request", "reward"])  # texts are large
+    for row in table.to_pylist():
         if row["reward"] is not None and math.isfinite(row["reward"]):
             drawn[row["uid"]][row["request"].rpartition("/")[0]].append(row["reward"])
     means = {uid: [rounded(fmean(of)) for of in groups.values()] for uid, groups in drawn.items()}
