@@ -20,6 +20,8 @@ from lit_rlsched.callbacks import (
     DynamicSampling,
     LengthPrediction,
     ParallelismPlanner,
+    PromptBudget,
+    PromptChoice,
     RolloutCallback,
     RolloutWindow,
     SortedBatching,
@@ -164,9 +166,10 @@ def test_each_described_metric_is_logged(fit, tiny_model, sums):
         ),
         fit(
             GRPOModule(tiny_model, learning_rate=1e-2, **cispo),  # so that drafts are cut
-            [StreamedTraining(), RolloutWindow()],
+            [StreamedTraining(), RolloutWindow(), PromptChoice(), PromptBudget(2)],
             engine=ProcessEngine(TransformersEngine()),
-            **{**short, "max_completion_length": 48},  # they end apart, so others begin
+            # they end apart, so others begin
+            **{**short, "max_completion_length": 48, "num_generations": 3},
         ),
         fit(callbacks=[AsyncRollout()], num_engines=2, **short),
     ]
