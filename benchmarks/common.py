@@ -6,10 +6,11 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lit_rlsched.data.tasks import Countdown, ReasoningGym
 from lit_rlsched.processes import keep_heap
@@ -17,14 +18,14 @@ from lit_rlsched.rewards.functions import countdown_reward, math_verify_reward
 from lit_rlsched.types import Prompt
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONWARNINGS": "ignore",
@@ -47,23 +48,47 @@ class Task:
     """The column that the reward needs."""
 
 
-def _sums(split: Any, size: int) -> list[dict[str, Any]]:
-    return ReasoningGym("chain_sum", split, size, config={"max_terms": 2, "max_digits": 1}).rows()
+def _sums(split: Any, size: int, terms: int = 2) -> list[dict[str, Any]]:
+    config = {"min_terms": terms, "max_terms": terms, "max_digits": 1}
+    return ReasoningGym("chain_sum", split, size, config=config).rows()
 
 
 TASKS = {
     "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
     "sums": Task(_sums, math_verify_reward, "answer"),
+    "steps": Task(partial(_sums, terms=4), math_verify_reward, "answer"),
 }
-"""Countdown is for the model of the repository, the 150 sums of one digit for chat models."""
+"""Countdown is for the model of the repository, sums of two or four digits for chat models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings of a run; the defaults are those of the quick task."""
+    """Settings of a run; the defaults are those of the quick task.
 
-    model: str
-    task: str = "countdown"
+    Args:
+        model: Folder of the initial model.
+        task: What to train on.
+        learning_rate: Of AdamW.
+        rounds: Optimizer steps.
+        seed: Of the order and of the noise.
+        prompts: Prompts per round.
+        generations: Completions per prompt.
+        limit: Maximum number of tokens per completion.
+        micro_batch_tokens: Positions of our micro-batches.
+        engine: Ours.
+        trl_backend: TRL's engine, transformers or vLLM.
+        trl_batch_size: TRL's `per_device_train_batch_size`.
+        train_size: Number of training prompts.
+        held_out: Number of held-out prompts; 0 skips the evaluation.
+        mask_truncated: Whether completions that are cut teach nothing.
+        threads: Threads of the process.
+        save_every: Rounds after which the weights are saved for `evaluate`; 0: the last ones.
+        callbacks: Ours, with their arguments.
+        own_process: Whether our engine has a process and a thread of its own.
+    """
+
+    model: str = "examples/countdown/model"
+    task: Literal["countdown", "sums", "steps"] = "countdown"
     learning_rate: float = 3e-4
     rounds: int = 20
     seed: int = 0
@@ -71,11 +96,16 @@ class Setting:
     generations: int = 8
     limit: int = 512
     micro_batch_tokens: int = 4096
-    engine: str = "vllm"
-    trl_backend: str = "hf"
+    engine: Literal["vllm", "transformers"] = "vllm"
+    trl_backend: Literal["hf", "vllm"] = "hf"
     trl_batch_size: int = 32
     train_size: int = 4000
     held_out: int = 128
+    mask_truncated: bool = False
+    threads: int = 1
+    save_every: int = 0
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    own_process: bool = False
 
     @property
     def completions(self) -> int:
@@ -138,7 +168,8 @@ class Meter:
 
     def result(self) -> dict[str, Any]:
         """Return everything for JSON."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        peak = sum(resource.getrusage(each).ru_maxrss for each in processes) / 1024
         return asdict(self) | {"peak_mib": peak}
 
 
@@ -152,6 +183,14 @@ def cpu_seconds() -> float:
     """Return the CPU time of this process and all its children, running reward workers included."""
     children = [sum(child.cpu_times()[:4]) for child in _process().children(recursive=True)]
     return time.process_time() + sum(os.times()[2:4]) + sum(children)
+
+
+def save(model: Any, folder: Path, setting: Setting, rounds: int) -> None:
+    """Save the weights after some rounds, or after the last one, beside or in the folder."""
+    if setting.save_every:
+        folder = folder.with_name(str(rounds))
+    if rounds == setting.rounds or (setting.save_every and rounds % setting.save_every == 0):
+        model.save_pretrained(folder / "model")
 
 
 def training_rows(setting: Setting) -> list[dict[str, Any]]:
@@ -171,17 +210,16 @@ def rounds_of_prompts(
     return [[d.prompt for d in source.draw(setting.prompts)] for _ in range(setting.rounds)]
 
 
-def run_module(
-    module: str, *arguments: str, name: str, environment: Mapping[str, str] = ENVIRONMENT
-) -> None:
+def run_module(module: str, *arguments: str, name: str, threads: int = 1, kv_gib: int = 1) -> None:
     """Run a module of the benchmarks in a new process; `name` is what messages call it.
 
     Raises:
         RuntimeError: the process failed. The message has the end of its output.
     """
+    environment = ENVIRONMENT | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", *arguments],
-        env=os.environ | environment,
+        env=os.environ | environment | {"VLLM_CPU_KVCACHE_SPACE": str(kv_gib)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -197,7 +235,7 @@ def run_side(train: Callable[[Setting, Path], Any]) -> None:
     import torch
 
     keep_heap()
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[2])
-    result = train(Setting(**json.loads(sys.argv[1])), folder)
+    setting, folder = Setting(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    torch.set_num_threads(setting.threads)
+    result = train(setting, folder)
     (folder / "result.json").write_text(json.dumps(result))

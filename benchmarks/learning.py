@@ -4,7 +4,7 @@
     python -m benchmarks run learning --rounds 200 --seeds 0 1 2 --variants partial
 
 Each seed but 0 starts from its own warm start, made by `examples/countdown/warm_start.py`. Runs are
-kept in `--out` by commit and not repeated. A plot of accuracy and length is written there, too.
+kept in `--out` by commit and not repeated.
 """
 
 import csv
@@ -16,9 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-from matplotlib.figure import Figure
 
 from benchmarks import results
 
@@ -161,26 +158,8 @@ def table(curves: dict[str, list[Curve]]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Plot accuracy and mean length by update, with a thin line for each seed."""
-    figure = Figure(figsize=(9, 7), layout="constrained", dpi=130)
-    top, bottom = figure.subplots(2, sharex=True)
-    for number, (name, runs) in enumerate(curves.items()):
-        look: dict[str, Any] = {"color": f"C{number}", "lw": 1}
-        for i, run in enumerate(runs):
-            label = VARIANTS[name].name if i == 0 else None
-            top.plot(*zip(*run.accuracy, strict=True), "o-", ms=3, label=label, **look)
-            lengths = [r["completions/mean_length"] for r in run.rounds]
-            smooth = [fmean(lengths[max(0, j - 3) : j + 1]) for j in range(len(lengths))]
-            bottom.plot(smooth, **look)
-    top.set(ylabel="held-out accuracy (mean@4)", ylim=(0, 1))
-    top.legend()
-    bottom.set(xlabel="updates", ylabel="mean length trained on (tokens, 4 updates)")
-    figure.savefig(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train the runs that are missing, print the table and write the plot."""
+    """Train the runs that are missing and print the table."""
     parser = results.parser("learning", __doc__)
     parser.add_argument("--rounds", type=int, default=60, help="rounds per run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the runs")
@@ -191,9 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="names of variants, or how they begin",
     )
     parser.add_argument("--workers", type=int, default=1, help="number of runs at a time")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/learning"), help="folder for runs and plot"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder for runs")
     options = results.parse(parser, arguments)
     wanted = [v for v in VARIANTS if any(v.startswith(w) for w in options.variants)]
     jobs = [(variant, seed) for seed in options.seeds for variant in wanted]
@@ -208,7 +185,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures |= {figure: curve.total(f"rollout/{figure}") for figure in TOTALS}
         results.add(f"{variant}, seed {seed}", figures)
     print(table(curves))
-    draw(curves, options.out / f"learning_{options.rounds}.png")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from typing import Any
 from lightning import LightningModule, Trainer, seed_everything
 
 from benchmarks import common
+from lit_rlsched import callbacks
 from lit_rlsched.callbacks.rollout_callback import RolloutCallback
 from lit_rlsched.datamodule import RolloutDataModule
-from lit_rlsched.engines import TransformersEngine, VLLMEngine
+from lit_rlsched.engines import ProcessEngine, TransformersEngine, VLLMEngine
 from lit_rlsched.engines.base import RolloutEngine
 from lit_rlsched.module import GRPOModule
 from lit_rlsched.training.micro_batches import OptimizerStep
@@ -19,8 +20,8 @@ from lit_rlsched.types import Group
 class Measure(RolloutCallback):
     """Read clock and counters at the end of each rollout and of each update."""
 
-    def __init__(self, meter: common.Meter) -> None:
-        self.meter = meter
+    def __init__(self, meter: common.Meter, setting: common.Setting, folder: Path) -> None:
+        self.meter, self.setting, self.folder = meter, setting, folder
 
     def on_round_start(
         self, trainer: Trainer, pl_module: LightningModule, plan: list[Group]
@@ -61,6 +62,7 @@ class Measure(RolloutCallback):
             counts.completion_positions += len(rows) * max(lengths)
             counts.completion_padding += len(rows) * max(lengths) - sum(lengths)
         self.meter.lap("update")
+        common.save(pl_module.model, self.folder, self.setting, len(self.meter.lengths))
 
 
 def make_engine(name: str) -> RolloutEngine:
@@ -92,22 +94,24 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
         warmup_steps=common.WARMUP_STEPS,
         gradient_clip_val=common.CLIP,
     )
+    engine = make_engine(setting.engine)
     data = RolloutDataModule(
         common.training_rows(setting),
         [common.TASKS[setting.task].reward],
-        engine=make_engine(setting.engine),
+        engine=ProcessEngine(engine) if setting.own_process else engine,
         prompts_per_round=setting.prompts,
         num_generations=setting.generations,
         micro_batch_tokens=setting.micro_batch_tokens,
         max_completion_length=setting.limit,
+        mask_truncated_completions=setting.mask_truncated,
         temperature=common.TEMPERATURE,
         seed=setting.seed,
     )
     meter = common.Meter()
-    trainer = make_trainer(folder, max_epochs=setting.rounds, callbacks=[Measure(meter)])
+    measure = Measure(meter, setting, folder)
+    schedule = [getattr(callbacks, name)(**given) for name, given in setting.callbacks.items()]
+    trainer = make_trainer(folder, max_epochs=setting.rounds, callbacks=[*schedule, measure])
     trainer.fit(module, datamodule=data)
-    assert module.model is not None
-    module.model.save_pretrained(folder / "model")  # type: ignore[operator]
     return meter.result()
 
 

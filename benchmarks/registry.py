@@ -62,7 +62,7 @@ BENCHMARKS = {
         module="benchmarks.fidelity.main",
     ),
     "twin": Benchmark(
-        "schedules at GPU-like costs of 1.5B and 7B parameters; acceptance of drafts by age",
+        "schedules at GPU-like costs of 1.5B and 7B parameters",
         5,
         "engine, its seconds, lengths, acceptance",
     ),
@@ -84,8 +84,11 @@ BENCHMARKS = {
         180,
         resumes=True,
     ),
-    "picture": Benchmark(
-        "the picture of the README: the same completions under four schedules", 0.1, "everything"
+    "seconds": Benchmark(
+        "accuracy over seconds on the chat model: TRL, plain GRPO, the schedules; README's picture",
+        240,
+        on="2 cores",
+        resumes=True,
     ),
     "repetition": Benchmark(
         "memory and time of an update with repeated and with shared prompts", 10, RANDOM

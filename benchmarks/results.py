@@ -89,7 +89,7 @@ def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments of a benchmark; they are written with each figure, including defaults."""
     global _arguments
-    options = parser.parse_args(arguments)
+    options: argparse.Namespace = parser.parse_args(arguments)
     _arguments = json.dumps(vars(options), default=str, sort_keys=True)
     return options
 
@@ -111,6 +111,14 @@ def add(row: object, figures: Mapping[str, object]) -> None:
             writer.writerow(COLUMNS)
         same = (now, commit(), cpu(), _arguments, str(row))
         writer.writerows([*same, name, value] for name, value in figures.items())
+
+
+def read(name: str) -> Iterator[dict[str, str]]:
+    """Yield the lines that this CPU has written to the file of a benchmark."""
+    file = FOLDER / f"{name}.csv"
+    if file.exists():
+        with file.open(newline="") as opened:
+            yield from (line for line in csv.DictReader(opened) if line["cpu"] == cpu())
 
 
 @cache

@@ -16,9 +16,8 @@ many rounds. Runs are kept in `--out` by commit and not repeated.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -101,17 +100,8 @@ class CPUSeconds(RolloutCallback):
         log_now(trainer, {self.metric: self._total})
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Cost and accuracy of a run at each evaluation."""
-
-    accuracy: list[float]
-    cpu_seconds: list[float]
-    trained: list[float]
-    drawn_tokens: list[float]
-    rounds: list[float]
-
-
+Progress = dict[str, list[float]]
+"""Accuracy of a run and what it has cost, at each evaluation."""
 Runs = dict[str, list[Progress]]
 
 
@@ -126,13 +116,14 @@ def read(folder: Path) -> Progress:
             tokens.append(tokens[-1] + float(row["rollout/tokens"]))
         if row.get("cpu_seconds"):  # logged at each optimizer step; keep the last one of a round
             cpu[len(trained) - 1 :] = [float(row["cpu_seconds"])]
-    rounds = [float(n) for n in range(len(trained))]
-    return Progress(accuracy, *(column[::EVERY] for column in (cpu, trained, tokens, rounds)))
+    costs = {"rounds": [float(n) for n in range(len(trained))], "drawn_tokens": tokens}
+    costs |= {"trained": trained, "cpu_seconds": cpu}
+    return {"accuracy": accuracy} | {name: values[::EVERY] for name, values in costs.items()}
 
 
 def mean(runs: Sequence[Progress], column: str) -> list[float]:
     """Return the means of a column over the seeds for each evaluation."""
-    return [fmean(values) for values in zip(*(getattr(r, column) for r in runs), strict=True)]
+    return [fmean(values) for values in zip(*(r[column] for r in runs), strict=True)]
 
 
 def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) -> float | None:
@@ -158,10 +149,20 @@ def ratio(runs: Runs, name: str, reference: str, share: float, column: str) -> f
     return math.nan if own is None or plain is None else own / plain
 
 
+def with_jackknife(of: Callable[[Runs], float], runs: Runs, digits: int = 2) -> str:
+    """Return a figure of the runs and its standard error over the seeds, which all have."""
+    n = min(map(len, runs.values()))
+    parts = (
+        [of({v: r[:i] + r[i + 1 :] for v, r in runs.items()}) for i in range(n)] if n > 1 else []
+    )
+    error = f" ± {math.sqrt((n - 1) * pvariance(parts)):,.{digits}f}" if parts else ""
+    return f"{of(runs):,.{digits}f}{error}"
+
+
 def table(runs: Runs, reference: str, share: float) -> str:
     """Return Markdown: what each variant needs to reach a share of `reference`'s best accuracy.
 
-    Standard errors are the jackknife's over the seeds, which the variants have in common.
+    Standard errors are the jackknife's.
     """
     target = share * max(mean(runs[reference], "accuracy"))
     columns = ("rounds", "drawn_tokens", "trained", "cpu_seconds")
@@ -172,15 +173,10 @@ def table(runs: Runs, reference: str, share: float) -> str:
         "| CPU seconds |",
         "|---|---|---|---|---|---|---|",
     ]
-    n = len(runs[reference])
     for name, progress in runs.items():
-        cells = []
-        for column in columns:
-            of = partial(ratio, name=name, reference=reference, share=share, column=column)
-            parts = [of({v: r[:i] + r[i + 1 :] for v, r in runs.items()}) for i in range(n)]
-            error = math.sqrt((n - 1) * pvariance(parts)) if n > 1 else math.nan
-            cells.append(f"{of(runs):.2f} ± {error:.2f}")
-        final = " / ".join(f"{p.accuracy[-1]:.2f}" for p in progress)
+        of = partial(ratio, name=name, reference=reference, share=share)
+        cells = [with_jackknife(partial(of, column=column), runs) for column in columns]
+        final = " / ".join(f"{p['accuracy'][-1]:.2f}" for p in progress)
         best = max(mean(progress, "accuracy"))
         lines.append(f"| {VARIANTS[name].name} | {best:.3f} | {final} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -213,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for (variant, seed), folder in zip(jobs, folders, strict=True):
         progress = read(folder)
         runs[variant].append(progress)
-        end = {field.name: getattr(progress, field.name)[-1] for field in fields(progress)}
+        end = {name: values[-1] for name, values in progress.items()}
         results.add(f"{variant}, seed {seed}", end)
     for reference in [v for v in ("full", "few", "half_full") if v in runs]:
         print(table(runs, reference, options.share), end="\n\n")

@@ -35,18 +35,19 @@ def make_reward(
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Start the meter and read it after every optimizer step."""
+    """Start the meter, and read it and save the weights after every optimizer step."""
 
-    def __init__(self, meter: common.Meter) -> None:
-        self.meter = meter
+    def __init__(self, meter: common.Meter, setting: common.Setting, folder: Path) -> None:
+        self.meter, self.setting, self.folder = meter, setting, folder
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock in the first round."""
         self.meter.start()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the update."""
         self.meter.lap("update")
+        common.save(kwargs["model"], self.folder, self.setting, state.global_step)
 
 
 def make_trainer_class(
@@ -158,6 +159,7 @@ def make_config(setting: common.Setting, folder: Path, longest_prompt: int) -> A
         max_grad_norm=common.CLIP,
         loss_type="dapo",
         beta=0.0,
+        mask_truncated_completions=setting.mask_truncated,
         shuffle_dataset=False,
         seed=setting.seed,
         logging_strategy="no",
@@ -191,15 +193,14 @@ def train(setting: common.Setting, folder: Path) -> dict[str, Any]:
         args=make_config(setting, folder, max(len(p.token_ids) for r in rounds for p in r)),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[Clock(meter)],
+        callbacks=[Clock(meter, setting, folder)],
     )
-    torch.set_num_threads(1)
+    torch.set_num_threads(setting.threads)
     trainer.train()
     if setting.trl_backend == "vllm":
         meter.counts.decode_rows = meter.counts.tokens  # so that no row waits for another
         gap = trainer.state.log_history[-1]["sampling/sampling_logp_difference/mean"]
         assert gap < MAX_GAP, f"TRL's engine decoded with other weights: log-probs differ by {gap}"
-    trainer.model.save_pretrained(folder / "model")
     return meter.result()
 
 

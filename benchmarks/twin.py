@@ -1,7 +1,6 @@
 """Schedules where a decode step costs the same with few rows and with many, as on a GPU.
 
     python -m benchmarks run twin
-    make real-model; python -m benchmarks run twin --measure 12
 
 All is simulated, and the costs are those that `lit-rlsched simulate --gpu h100` computes. Lengths
 are log-normal. On shared devices engine and trainer take turns, and no gradients are streamed.
@@ -13,19 +12,13 @@ by those of policies two, three, ... rounds younger; of older drafts as much per
 policy reads each draft; those that it cuts are read once more by each policy that drew them.
 
 `x` is times as fast as plain rounds, by completions; `length` is trained over drawn.
-
-`--measure N` simulates nothing. The chat model trains for N rounds of 16 completions, of at most
-512 tokens, on rewards that are chance; minutes of a core each. Printed is what the policies one,
-two and three rounds later accept of these, by block verification: the expected share of the tokens,
-and of the completions that are accepted whole.
 """
 
 from collections.abc import Iterator, Sequence
-from statistics import fmean
 from typing import Any
 
 from benchmarks import results
-from benchmarks.papers.rows import MODEL, callbacks
+from benchmarks.papers.rows import callbacks
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
@@ -68,7 +61,6 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 """Callbacks with their arguments; prompts in flight are counted in rounds."""
 STREAMED = ("RolloutWindow", "SortedBatching", "TailBatching")
-AGES = (1, 2, 3)
 
 
 def simulate(
@@ -97,71 +89,14 @@ def simulate(
     yield from ((peer.name, peer.outcome) for peer in setting.peers())
 
 
-def measure(rounds: int) -> dict[int, list[tuple[int, float, float]]]:
-    """Train the chat model; return tokens, those accepted, and chance of all of them, by age."""
-    from lightning import Trainer, seed_everything
-
-    from benchmarks.papers.child import PROMPTS, TASK
-    from benchmarks.papers.rows import parity
-    from lit_rlsched import GRPOModule, RolloutDataModule
-    from lit_rlsched.callbacks import RolloutCallback
-    from lit_rlsched.data.tasks import ReasoningGym
-    from lit_rlsched.engines import VLLMEngine
-    from lit_rlsched.training.block_verification import prefix_weights
-    from lit_rlsched.training.weight_sync import PolicyReader
-
-    found: dict[int, list[tuple[int, float, float]]] = {age: [] for age in AGES}
-
-    class Later(RolloutCallback):
-        def __init__(self) -> None:
-            self.rounds: list[tuple[list[Any], list[Any]]] = []
-
-        def on_round_end(self, trainer: Any, pl_module: Any, round: Any) -> None:
-            for age in AGES[: len(self.rounds)]:
-                prompts, completions = self.rounds[-age]
-                rows = PolicyReader(pl_module.model).logprobs(prompts, completions, 1.0)
-                for completion, logp in zip(completions, rows, strict=True):
-                    old = logp.new_tensor(completion.logprobs)
-                    kept = prefix_weights(logp, old)[1:].exp()
-                    found[age].append((len(kept), float(kept.sum()), float(kept[-1])))
-            drawn = [(s.group.prompt, s.completion.copy()) for s in round.samples]
-            self.rounds.append(([p for p, _ in drawn], [c for _, c in drawn]))
-
-    seed_everything(0, verbose=False)
-    data = RolloutDataModule(
-        ReasoningGym(TASK, "train", PROMPTS).rows(),
-        [parity],
-        engine=VLLMEngine(),
-        prompts_per_round=4,
-        num_generations=4,
-        max_completion_length=512,
-        micro_batch_tokens=2048,
-    )
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    how: dict[str, Any] = {"max_epochs": rounds, "accelerator": "cpu", **dict.fromkeys(off, False)}
-    trainer = Trainer(callbacks=[Later()], **how)
-    trainer.fit(GRPOModule(MODEL, learning_rate=1e-5), datamodule=data)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table for each model on devices of their own and on shared ones, or what is kept."""
+    """Print a table for each model on devices of their own and on shared ones."""
     parser = results.parser("twin", __doc__)
     parser.add_argument("--models", nargs="*", default=[*LENGTHS], choices=LENGTHS, help="sizes")
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.95], help="by age")
     parser.add_argument("--rounds", type=int, default=12, help="rounds that are simulated")
     parser.add_argument("--trace", help="simulate `few rows` instead, with those of a run")
-    parser.add_argument("--measure", type=int, metavar="N", help="rounds of the chat model")
     options = results.parse(parser, arguments)
-    if options.measure:
-        print(f"| rounds later | tokens | whole | completions | length |\n|{'---|' * 5}")
-        for age, drafts in measure(options.measure).items():
-            tokens = sum(length for length, *_ in drafts)
-            share = sum(kept for _, kept, _ in drafts) / tokens
-            whole, number = fmean(chance for *_, chance in drafts), len(drafts)
-            results.add(age, {"tokens": share, "whole": whole, "completions": number})
-            print(f"| {age} | {share:.1%} | {whole:.1%} | {number} | {tokens / number:.0f} |")
-        return
     names = "x | seconds | steps | idle | discarded | age | length | cache"
     for model in [FEW] if options.trace else options.models:
         for where, shared in {"own devices": False, "shared devices": True}.items():

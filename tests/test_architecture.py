@@ -15,7 +15,6 @@ from lit_rlsched.engines import TransformersEngine
 from lit_rlsched.run.combinations import (
     COMBINATIONS,
     check,
-    combinations_as_markdown,
 )
 from lit_rlsched.run.switches import make_schedule
 from lit_rlsched.scheduling.round_rule import FullRound
@@ -36,10 +35,6 @@ def facts():
 
 def section(name: str) -> str:
     return PAGE.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[0].strip()
-
-
-def test_the_table_of_combinations_is_that_of_the_code():
-    assert section("combinations") == combinations_as_markdown()
 
 
 PAIRS = [row for row in COMBINATIONS if re.fullmatch(r"`\w+`", row.first + row.second[1:-1])]
@@ -89,14 +84,12 @@ def test_from_callbacks_to_a_rule_without_a_trainer(facts):
 
 def test_every_file_that_the_table_of_systems_names_exists():
     assert len(systems()) >= 10
-    for pure, helpers, callback, config, page, tests in systems():
+    for pure, helpers, callback, page in systems():
         for path in re.findall(r"`([\w/]+\.py)`", pure + helpers):
             assert (ROOT / "lit_rlsched" / path).exists(), path
         for name in re.findall(r"`(\w+)`", callback):
             assert name in callbacks.__all__, name
-        for folder, cell in (("configs", config), ("docs", page), (".", tests)):
-            for path in re.findall(r"`([\w/.]+)`", cell):
-                assert (ROOT / folder / path).exists(), path
+        assert (ROOT / "docs" / page.strip(" `")).is_file(), page
 
 
 def test_every_switch_is_in_the_table_of_systems():

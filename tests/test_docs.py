@@ -169,3 +169,5 @@ def test_the_site(tmp_path: Path) -> None:
     settings = (tmp_path / "reference/settings.html").read_text()
     for name in ("RolloutDataModule.seed", "GRPOModule.lora_rank", "TailBatching.prompt_ratio"):
         assert f'id="confval-{name}"' in settings
+    combinations = (tmp_path / "reference/combinations.html").read_text()
+    assert "Both decide when a round ends. Remove one of them." in combinations

@@ -42,9 +42,8 @@ def test_the_pages_say_the_same() -> None:
     page = (ROOT / "docs/explanation/architecture.md").read_text()
     agents = (ROOT / "AGENTS.md").read_text()
     for folder in FOLDERS:
-        sentence, said = purpose(folder)
-        row = f"| `{folder}/` | {sentence} | {', '.join(f'`{n}`' for n in PLACES if n in said)} |"
-        assert row in page
+        sentence, _ = purpose(folder)
+        assert f"| `{folder}/` | {sentence} |" in page
         assert f"* `lit_rlsched/{folder}`: {sentence}" in agents
 
 

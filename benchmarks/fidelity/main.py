@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks import results
-from benchmarks.common import ENVIRONMENT, run_module
+from benchmarks.common import run_module
 from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, UPDATES
 from benchmarks.papers.rows import MODEL, recorded_lengths
 from lit_rlsched.cli.simulate import facts_of
@@ -32,15 +32,12 @@ from lit_rlsched.simulation.pipeline import Machine, Pipeline, SimulatedRound
 from lit_rlsched.simulation.workload import Workload
 from lit_rlsched.types import LengthOnly, Prompt
 
-KV_GIB = "2"
 COUNTS = ("decode_steps", "slot_steps", "idle_slot_steps")
 
 
 def measure(name: str, seed: int, folder: Path) -> None:
     """Run a row in a new process; the folder gets its traces."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment = ENVIRONMENT | threads | {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
-    run_module("fidelity.child", name, str(seed), str(folder), name=name, environment=environment)
+    run_module("fidelity.child", name, str(seed), str(folder), name=name, kv_gib=2)
 
 
 def workload_of(recorded: Mapping[str, Sequence[int]], tokens: Mapping[str, int]) -> Workload:

@@ -6,13 +6,12 @@
 Each row trains some rounds of a schedule in a process of its own and appends its figures to
 `benchmarks/results/papers.csv`. Rows that are already there, for this CPU and seed and with as many
 repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
-replay those of `lengths.csv`, which `--record` draws anew. The reward is whether a completion has
+replay those of `lengths.csv`. The reward is whether a completion has
 an odd number of tokens, so that each schedule has the same update to compute. With few rows, where
 that leaves out whole updates, all rewards of a group differ. In the rows that begin with `rollout`
 rewards are equal, so that a round is its rollout and its verification.
 """
 
-import csv
 import json
 import shutil
 import sys
@@ -23,10 +22,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import results
-from benchmarks.common import ENVIRONMENT, run_module
+from benchmarks.common import run_module
 from benchmarks.papers.rows import MODEL, ROWS
 
-KV_GIB = "2"
 FIGURES = (
     "seconds",
     "cpu_seconds",
@@ -40,30 +38,21 @@ FIGURES = (
 """Figures of the table, each the mean of a round."""
 
 
-def measured(file: Path, seed: int) -> dict[str, dict[str, list[float]]]:
+def measured(seed: int) -> dict[str, dict[str, list[float]]]:
     """Return the figures of each row that this CPU has measured, in the order of time."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    if file.exists():
-        with file.open(newline="") as opened:
-            for line in csv.DictReader(opened):
-                if line["cpu"] == results.cpu() and json.loads(line["arguments"])["seed"] == seed:
-                    found[line["row"]][line["figure"]].append(float(line["value"]))
+    for line in results.read("papers"):
+        if json.loads(line["arguments"])["seed"] == seed:
+            found[line["row"]][line["figure"]].append(float(line["value"]))
     return found
-
-
-def run(module: str, threads: int, *arguments: str) -> None:
-    """Run a module of this folder in a new process with a number of threads."""
-    environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": KV_GIB}
-    environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    name = " ".join((module, *arguments[:1]))
-    run_module(f"papers.{module}", *arguments, name=name, environment=environment)
 
 
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Run a row in a new process and return its figures; its folder keeps the traces."""
     folder = Path("runs/papers", name.replace(" ", "_"))
     shutil.rmtree(folder, ignore_errors=True)
-    run("child", ROWS[name].threads, name, str(seed), str(folder))
+    arguments = name, str(seed), str(folder)
+    run_module("papers.child", *arguments, name=name, threads=ROWS[name].threads, kv_gib=2)
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 
@@ -92,16 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--seed", type=int, default=0, help="order of the prompts, and noise")
     parser.add_argument("--again", action="store_true", help="also measure rows that are there")
-    parser.add_argument("--record", action="store_true", help="draw the lengths anew, then stop")
     options = results.parse(parser, arguments)
     if not Path(MODEL).is_dir():
         parser.error(f"no model in {MODEL}: run `make real-model`")
     wanted = [name for name in ROWS if name in options.rows]
-    if options.record:
-        run("record", 2)
-        return
-    file = results.FOLDER / "papers.csv"
-    before = {} if options.again else measured(file, options.seed)
+    before = {} if options.again else measured(options.seed)
     for repeat in range(options.repeats):
         for name in wanted:
             if len(before.get(name, {}).get("seconds", ())) > repeat:
@@ -110,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures = measure(name, options.seed)
             figures.pop("rounds")
             results.add(name, figures)
-    print(table(measured(file, options.seed)))
+    print(table(measured(options.seed)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 MODEL = "runs/smollm2"
 LENGTHS = Path(__file__).with_name("lengths.csv")
-"""Lengths of the model's own completions; see `record`."""
+"""Lengths of the model's own completions: 16 of each of 32 prompts, temperature 1."""
 
 
 def recorded_lengths() -> dict[str, list[int]]:

@@ -1,8 +1,8 @@
 """Sphinx extension that writes the reference from the code.
 
-A line `<!-- settings: MODULE -->`, `<!-- api: MODULE -->` or `<!-- commands -->` of a page is
-replaced by the settings or the documentation of the public names of a module, or by the options of
-the command line.
+A line `<!-- settings: MODULE -->`, `<!-- api: MODULE -->`, `<!-- commands -->` or
+`<!-- combinations -->` of a page is replaced by the settings or the documentation of the public
+names of a module, by the options of the command line, or by what is refused.
 """
 
 import inspect
@@ -18,6 +18,7 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
 from lit_rlsched.cli import main as cli
+from lit_rlsched.run.combinations import combinations_as_markdown
 
 
 def public(module: str) -> dict[str, Any]:
@@ -94,9 +95,14 @@ def command(name: str, parser: ArgumentParser) -> str:
 
 def expand(app: Sphinx, page: str, source: list[str]) -> None:
     """Replace the marked lines of a page."""
-    makers = {"settings": settings, "api": api, "commands": commands}
+    makers = {
+        "settings": settings,
+        "api": api,
+        "commands": commands,
+        "combinations": combinations_as_markdown,
+    }
     source[0] = re.sub(
-        r"^<!-- (settings|api|commands)(?:: ([\w.]+))? -->$",
+        rf"^<!-- ({'|'.join(makers)})(?:: ([\w.]+))? -->$",
         lambda match: makers[match[1]](*filter(None, [match[2]])),
         source[0],
         flags=re.MULTILINE,

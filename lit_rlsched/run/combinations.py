@@ -279,7 +279,7 @@ def warn(schedule: Schedule, facts: RunFacts) -> None:
 
 
 def combinations_as_markdown() -> str:
-    """The table in `docs/explanation/architecture.md`."""
+    """The table in `docs/reference/combinations.md`."""
     lines = ["| setting | with | is refused |", "|---|---|---|"]
     for row in COMBINATIONS:
         cells = [

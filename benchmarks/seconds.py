@@ -1,0 +1,213 @@
+"""Held-out accuracy over seconds on the chat model: TRL, plain GRPO and the schedules.
+
+    make real-model
+    python -m benchmarks run seconds --tasks short --seeds 0
+
+`short` is the task of `configs/smollm2.yaml`. In `long` a round has 8 completions whose answers
+have steps: few rows, where a CPU's decode step is flattest, as on a GPU. Each row is a run in a
+process of its own, which saves its weights every few rounds; these are evaluated afterwards, all
+in the same way, so the clock sees no evaluation. `a core each`: the engine has a process and a
+thread of its own, else engine and trainer take turns on two threads.
+
+Figures are appended to `benchmarks/results/seconds.csv`. What is there for this CPU is not measured
+again. With `--rows` empty, only the table and the picture are made. Seconds to a target are those
+of the mean over the seeds, with the jackknife's errors; `times` is how many times as fast.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks import results
+from benchmarks.common import Setting, run_module
+from benchmarks.selection import Runs, mean, reached, with_jackknife
+
+TARGET = 0.9
+"""Share of the final accuracy of plain GRPO that a run is to reach."""
+PICTURE = Path("docs/images/seconds.png")
+_SHORT = Setting(
+    model="runs/smollm2",
+    task="sums",
+    learning_rate=1e-5,
+    rounds=40,
+    prompts=16,
+    limit=48,
+    micro_batch_tokens=2048,
+    trl_backend="vllm",
+    trl_batch_size=8,
+    train_size=150,
+    held_out=32,
+    mask_truncated=True,
+    threads=2,
+    save_every=5,
+)
+TASKS = {
+    "short": _SHORT,
+    "long": replace(_SHORT, task="steps", rounds=60, prompts=2, generations=4, limit=512),
+}
+APART: dict[str, Any] = {"threads": 1, "own_process": True}
+"""A core each for engine and trainer."""
+STREAMED: dict[str, Any] = {"StreamedTraining": {}}
+ASYNC: dict[str, Any] = {"AsyncRollout": {}}
+FEWER: dict[str, Any] = {"DownSampling": {"keep": 2}}
+CHOICE: dict[str, Any] = {"PromptChoice": {"rule": "skip_solved"}}
+ROWS: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "plain": {},
+    "plain, a core each": APART,
+    "RolloutWindow()": APART | {"callbacks": {"RolloutWindow": {}} | STREAMED},
+    "RolloutWindow(overtake=2)": APART
+    | {"callbacks": {"RolloutWindow": {"overtake": 2}} | STREAMED},
+    "SortedBatching(mode='partial')": APART
+    | {"callbacks": {"SortedBatching": {"mode": "partial"}} | STREAMED},
+    "AsyncRollout()": APART | {"callbacks": ASYNC},
+    "DownSampling(keep=2)": {"callbacks": FEWER},
+    "PromptChoice('skip_solved')": {"callbacks": CHOICE},
+    "AsyncRollout, DownSampling": APART | {"callbacks": ASYNC | FEWER},
+    "AsyncRollout, DownSampling, PromptChoice": APART | {"callbacks": ASYNC | FEWER | CHOICE},
+}
+"""What differs from the setting of the task. `StreamedTraining` is with all that allow it."""
+SHOWN = (
+    "TRL",
+    "plain",
+    "RolloutWindow(overtake=2)",
+    "AsyncRollout()",
+    "AsyncRollout, DownSampling",
+)
+
+
+def measure(row: str, setting: Setting) -> list[dict[str, float]]:
+    """Train a row and evaluate what it saved: a point for the start and for each evaluation."""
+    side = "theirs" if row == "TRL" else "ours"
+    with tempfile.TemporaryDirectory(prefix="lit-rlsched-seconds-", dir="runs") as name:
+        folder, judge = Path(name, "run"), Path(name, "judge")
+        for module, where in ((side, folder), ("evaluate", judge)):
+            where.mkdir()
+            given = json.dumps(asdict(setting)), str(where)
+            run_module(module, *given, name=f"{row} ({module})", threads=setting.threads)
+        run, judged = (json.loads((f / "result.json").read_text()) for f in (folder, judge))
+    results.check_rewards_differ(run["equal"], row)
+    spent = {
+        figure: [
+            0.0,
+            *accumulate(
+                sum(lap[of] for lap in laps) for laps in zip(*run["laps"].values(), strict=True)
+            ),
+        ]
+        for figure, of in (("seconds", "wall"), ("cpu_seconds", "cpu"))
+    }
+    completions = setting.prompts * setting.generations
+    spent["tokens"] = [0.0, *accumulate(length * completions for length in run["lengths"])]
+    points = []
+    for done in range(0, setting.rounds + 1, setting.save_every):
+        accuracy = judged[str(done) if done else "start"]["val/accuracy"]
+        at = {figure: values[done] for figure, values in spent.items()}
+        points.append({"accuracy": accuracy, "rounds": float(done)} | at)
+    points[-1]["peak_mib"] = run["peak_mib"]
+    return points
+
+
+def measured(task: str) -> dict[str, dict[int, dict[str, list[float]]]]:
+    """Return what this CPU has measured: figures by row and seed, in the order of the rounds."""
+    found: dict[str, dict[int, dict[str, list[float]]]] = {}
+    for line in results.read("seconds"):
+        of, row, seed = json.loads(line["row"])
+        if of == task:
+            values = found.setdefault(row, {}).setdefault(seed, {}).setdefault(line["figure"], [])
+            values.append(float(line["value"]))
+    return found
+
+
+def seconds(of: Runs, row: str, target: float, figure: str = "seconds") -> float:
+    """Return what a row has spent when its mean accuracy reached the target; NaN if it did not."""
+    spent = reached(mean(of[row], "accuracy"), mean(of[row], figure), target)
+    return math.nan if spent is None else spent
+
+
+def times(of: Runs, row: str, target: float, base: str) -> float:
+    """Return how many times as fast as another row it was."""
+    return seconds(of, base, target) / seconds(of, row, target)
+
+
+def table(runs: Runs) -> str:
+    """Return Markdown: what each row needs to the target, and how many times as fast that is."""
+    target = TARGET * mean(runs["plain"], "accuracy")[-1]
+    bases = [row for row in ("TRL", "plain", "plain, a core each") if row in runs]
+    titles = ["last accuracy", "seconds", *(f"times {base}" for base in bases)]
+    titles += ["CPU seconds", "tokens drawn", "peak memory, MiB"]
+    lines = [
+        f"Accuracy {target:.3f}, {TARGET:.0%} of plain GRPO's last; {len(runs['plain'])} seeds\n",
+        f"| | {' | '.join(titles)} |",
+        "|---" * (len(titles) + 1) + "|",
+    ]
+    for row in runs:
+        of = partial(seconds, row=row, target=target)
+        cells = [results.with_error([run["accuracy"][-1] for run in runs[row]], 3)]
+        cells.append(with_jackknife(of, runs, 0))
+        faster = partial(times, row=row, target=target)
+        cells += [with_jackknife(partial(faster, base=base), runs) for base in bases]
+        cells += [with_jackknife(partial(of, figure=f), runs, 0) for f in ("cpu_seconds", "tokens")]
+        cells.append(f"{max(run['peak_mib'][-1] for run in runs[row]):,.0f}")
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(tasks: Mapping[str, Runs]) -> None:
+    """Draw the mean accuracy over seconds, a panel for each task."""
+    figure = Figure(figsize=(4.6 * len(tasks), 3.2), layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for panel, (task, runs) in zip(panels, tasks.items(), strict=True):
+        for row in SHOWN:
+            if row in runs:
+                panel.plot(mean(runs[row], "seconds"), mean(runs[row], "accuracy"), label=row)
+        panel.set(title=f"{task} answers", xlabel="seconds", ylim=(0, 1))
+    panels[0].set_ylabel("held-out accuracy")
+    panels[-1].legend(fontsize="small", loc="lower right")
+    figure.savefig(PICTURE)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is missing, print the tables and draw the picture."""
+    parser = results.parser("seconds", __doc__)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="to learn")
+    parser.add_argument(
+        "--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs")
+    options = results.parse(parser, arguments)
+    for seed in options.seeds:
+        for task in options.tasks:
+            for row in options.rows:
+                if seed in measured(task).get(row, {}):
+                    continue
+                print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
+                setting = replace(TASKS[task], seed=seed, **ROWS[row])
+                for point in measure(row, setting):
+                    results.add(json.dumps([task, row, seed]), point)
+    found: dict[str, Runs] = {}
+    for task in options.tasks:
+        rows = measured(task)
+        complete = [s for s in options.seeds if s in rows.get("plain", {})]
+        runs = {
+            row: [rows[row][s] for s in complete]
+            for row in ROWS
+            if {*complete} <= rows.get(row, {}).keys()
+        }
+        if complete:
+            found[task] = runs
+            print(f"{task} answers. {table(runs)}\n")
+    if found:
+        draw(found)
+
+
+if __name__ == "__main__":
+    main()
