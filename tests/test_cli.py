@@ -269,8 +269,9 @@ trainer:
     accuracy = r"held-out accuracy [\d.]+ -> [\d.]+ as the mean of 4 samples at temperature 1, "
     accuracy += r"[\d.]+ -> [\d.]+ of greedy decoding"
     line = rf"short: {accuracy} \(2 rounds, 64 completions, \d+ s\); report and metrics in \S+"
-    *_, result, following, validate, predict, export, resume = out.splitlines()
+    *_, result, following, report, validate, predict, export, resume = out.splitlines()
     assert re.fullmatch(line, result) and following == "Next:", out
+    assert report == f"  python -m webbrowser -t file://{folder}/report.html"
     run = f"-c {folder}/config.yaml --ckpt_path {folder}/checkpoints/"
     assert validate.startswith(f"  lit-rlsched validate {run}") and run in predict
     assert export.startswith(f"  lit-rlsched export --ckpt_path {folder}/checkpoints/")

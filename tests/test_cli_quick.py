@@ -61,10 +61,11 @@ def test_the_bare_command_and_a_wrong_one_list_all_commands(answered) -> None:
     assert answered() == (
         "",
         f"error: A command is missing: use {listed}.\n"
-        "tip: `lit-rlsched --help` lists the settings.\n",
+        "tip: `lit-rlsched --help` lists the commands.\n",
         2,
     )
-    assert f"`fitt`: use {listed}. Did you mean `fit`?" in answered("fitt")[1]
+    for typo in ("fitt", "fti"):
+        assert f"`{typo}`: use {listed}. Did you mean `fit`?" in answered(typo)[1]
 
 
 @pytest.mark.parametrize("args", [["--version"], ["fit", "--version"]])

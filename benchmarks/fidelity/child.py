@@ -16,7 +16,7 @@ from benchmarks.papers.child import (
     drafts_end_at,
     read_lengths,
 )
-from benchmarks.papers.rows import MODEL, alike, parity
+from benchmarks.papers.rows import MODEL, alike, distinct
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger
 from lit_rlsched.data.tasks import ReasoningGym
@@ -45,7 +45,7 @@ def run(row: Row, seed: int, folder: Path) -> None:
     seed_everything(seed, verbose=False)
     data = RolloutDataModule(
         ReasoningGym(TASK, "train", ALL).rows(),
-        [parity if row.trains else alike],
+        [distinct if row.trains else alike],
         engine=ProcessEngine(ScaledLengths()),
         num_engines=row.engines,
         prompts_per_round=row.prompts,

@@ -124,7 +124,6 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
         max_completion_length=row.limit,
         micro_batch_tokens=2048,
         steps_per_round=row.steps,
-        num_iterations=row.passes,
         seed=seed,
     )
 
@@ -141,7 +140,6 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
         folder,
         max_epochs=row.warm_up + row.rounds + row.after,
         limit_val_batches=0,
-        precision=row.precision,
         callbacks=[*row.callbacks(), clock, RolloutLogger(num_completions=0)],
     )
     trainer.fit(module, datamodule=data_of(row, seed))

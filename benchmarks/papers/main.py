@@ -6,25 +6,37 @@
 Each row trains some rounds of a schedule in a process of its own and appends its figures to
 `benchmarks/results/papers.csv`. Rows that are already there, for this CPU and seed and with as many
 repeats, are not measured again, unless `--again` is given. Lengths are the model's own: all rows
-replay those of `lengths.csv`. The reward is whether a completion has
-an odd number of tokens, so that each schedule has the same update to compute. With few rows, where
-that leaves out whole updates, all rewards of a group differ. In the rows that begin with `rollout`
-rewards are equal, so that a round is its rollout and its verification.
+replay those of `lengths.csv`. All rewards of a group differ, so that each schedule has the same
+update to compute. In the rows that begin with `rollout` rewards are equal, so that a round is its
+rollout and its verification.
+
+The rows of a shape are simulated with the lengths and costs of its plain row, when that is measured
+here: `simulated` with its costs, `h100` with those that `lit-rlsched simulate --gpu h100` computes
+for a model of 1.5 billion parameters.
 """
 
 import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks import results
 from benchmarks.common import run_module
-from benchmarks.papers.rows import MODEL, ROWS
+from benchmarks.papers.rows import MODEL, ROWS, SHAPES, Row
+from lit_rlsched.callbacks.what_if import Setting, about_of, beside
+from lit_rlsched.cli.simulate import DEFAULTS, facts_of
+from lit_rlsched.run.switches import make_schedule
+from lit_rlsched.scheduling.trace_files import Traces
+from lit_rlsched.simulation.costs import Costs, calibrated, computed
+from lit_rlsched.simulation.pipeline import Machine
+from lit_rlsched.simulation.workload import Workload
 
+ROUNDS = 12
+"""Simulated rounds, and those that lengths and costs come from."""
 FIGURES = (
     "seconds",
     "cpu_seconds",
@@ -47,14 +59,35 @@ def measured(seed: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def folder_of(name: str) -> Path:
+    """Return the folder with the traces of a row."""
+    return Path("runs/papers", name.replace(" ", "_"))
+
+
 def measure(name: str, seed: int) -> dict[str, Any]:
     """Run a row in a new process and return its figures; its folder keeps the traces."""
-    folder = Path("runs/papers", name.replace(" ", "_"))
+    folder = folder_of(name)
     shutil.rmtree(folder, ignore_errors=True)
     arguments = name, str(seed), str(folder)
     run_module("papers.child", *arguments, name=name, threads=ROWS[name].threads, kv_gib=2)
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
+
+
+def simulate(rows: Mapping[str, Row], folder: Path) -> None:
+    """Add the seconds of the rows by simulation, with the costs of the plain run and of a GPU."""
+    traces = Traces(folder)
+    newest = traces.newest(ROUNDS)
+    about = DEFAULTS | about_of(traces)
+    facts, work = beside(facts_of(about)), Workload.of_run(newest)
+    costs = {"simulated": calibrated(newest), "h100": computed("h100", 1.5e9, 1, Costs())}
+    of = {
+        name: Setting(about, work, cost, Machine(about["slots"]), ROUNDS)
+        for name, cost in costs.items()
+    }
+    for name, row in rows.items():
+        schedule = make_schedule(row.callbacks(), facts)
+        results.add(name, {cost: s.outcome(schedule).seconds for cost, s in of.items()})
 
 
 def table(found: dict[str, dict[str, list[float]]]) -> str:
@@ -94,6 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures = measure(name, options.seed)
             figures.pop("rounds")
             results.add(name, figures)
+    for rows in SHAPES.values():
+        plain = next(iter(rows))
+        if len(before.get(plain, {}).get("seconds", ())) < options.repeats and plain in wanted:
+            simulate(rows, folder_of(plain))
     print(table(measured(options.seed)))
 
 

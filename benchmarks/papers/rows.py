@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,6 @@ def recorded_lengths() -> dict[str, list[int]]:
     """Return the lengths of each prompt's completions, by its uid."""
     with LENGTHS.open() as file:
         return {uid: [*map(int, lengths)] for uid, *lengths in csv.reader(file)}
-
-
-def parity(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
-    """Return whether each completion has an odd number of tokens: the same for all schedules."""
-    return [float(len(ids) % 2) for ids in completion_ids]
 
 
 def distinct(completion_ids: Sequence[Sequence[int]], **_: object) -> list[float]:
@@ -63,47 +58,54 @@ class Row:
     limit: int = 512
     steps: int = 1
     """Optimizer steps of a pass over a round."""
-    passes: int = 1
     rounds: int = 3
     """Measured rounds."""
     warm_up: int = 1
     """Rounds before them."""
-    precision: str = "32-true"
-    """Of the trainer; the engine has that of its passes."""
-    reward: Callable[..., list[float]] = parity
+    reward: Callable[..., list[float]] = alike
     after: int = 0
     """Rounds after them: nothing is drawn beside the last update of a run."""
 
 
-def rounds(number: int, precision: str | None = None) -> dict[str, Row]:
-    """Return rows for whole rounds with a number of slots.
+SCHEDULES: dict[str, tuple[Any, ...]] = {
+    "plain": (),
+    "RolloutWindow, streamed": ("RolloutWindow", "StreamedTraining"),
+    "RolloutWindow(overtake=2), streamed": (("RolloutWindow", {"overtake": 2}), "StreamedTraining"),
+    "SortedBatching, streamed": ("SortedBatching", "StreamedTraining"),
+    "SortedBatching(partial), streamed": (
+        ("SortedBatching", {"mode": "partial"}),
+        "StreamedTraining",
+    ),
+    "TailBatching, streamed": ("TailBatching", "StreamedTraining"),
+    "AsyncRollout": ("AsyncRollout",),
+    "DownSampling(2)": (("DownSampling", {"keep": 2}),),
+}
+"""Callbacks of the papers' table."""
 
-    Where the engine has its own process, the second round alone is measured. What is drawn ahead
-    beside its update are the completions of the third round, whose rollout alone is another row.
+
+def shape(name: str, prompts: int, generations: int, *more: Any, rounds: int) -> dict[str, Row]:
+    """Return the rows of the papers' table for one shape of a round.
+
+    Engine and trainer have a core each, and all rewards of a group differ. A window begins with
+    nothing in flight, so two rounds are warm-up; a pool is measured whole, after the first one.
     """
-    here = slots(number)
-    apart: dict[str, Any] = {"threads": 1, "own_process": True, "rounds": 1, "after": 1}
-    name = f"{number} slots"
-    rows = {
-        name: Row(callbacks(here)),
-        f"{name}, longest first": Row(callbacks(*longest_first(number))),
-        f"{name}, RolloutWindow, streamed": Row(
-            callbacks(here, "RolloutWindow", "StreamedTraining"), **apart
-        ),
-        f"{name}, RolloutWindow(overtake=2), streamed": Row(
-            callbacks(here, ("RolloutWindow", {"overtake": 2}), "StreamedTraining"), **apart
-        ),
-        f"{name}, DownSampling": Row(callbacks(here, ("DownSampling", {"keep": 2}))),
-        f"{name}, second round": Row(callbacks(here), rounds=1),
-        f"{name}, own process": Row(callbacks(here), **{**apart, "after": 0}),
-        f"{name}, own process, third rollout": Row(
-            callbacks(here), **{**apart, "after": 0, "warm_up": 2, "reward": alike}
-        ),
-        f"{name}, AsyncRollout": Row(callbacks(here, "AsyncRollout"), **apart),
-    }
-    if precision is None:
-        return rows
-    return {f"{n}, {precision}": replace(row, precision=precision) for n, row in rows.items()}
+    rows = {}
+    waits = {"prompts_in_flight": 2 * prompts, "too_old": "wait"}
+    every = SCHEDULES | {f"AsyncRollout({2 * prompts}, wait)": (("AsyncRollout", waits),)}
+    for how, names in every.items():
+        cycle = {"SortedBatching": 4, "TailBatching": 5}.get(how.split("(")[0].split(",")[0], 1)
+        rows[f"{name}, {how}"] = Row(
+            callbacks(*more, *names),
+            threads=1,
+            own_process=True,
+            prompts=prompts,
+            generations=generations,
+            rounds=-(-rounds // cycle) * cycle,
+            warm_up=max(2, cycle),
+            after=1,
+            reward=distinct,
+        )
+    return rows
 
 
 def longest_first(number: int) -> tuple[Any, ...]:
@@ -120,33 +122,7 @@ def rollouts(number: int) -> dict[str, Row]:
         "longest first": callbacks(*longest_first(number)),
         "RolloutWindow": callbacks(here, "RolloutWindow"),
     }
-    return {f"{name}, {how}": Row(make, reward=alike) for how, make in made.items()}
-
-
-def few_rows() -> dict[str, Row]:
-    """Return rows with few completions, where a CPU's decode step is flattest, as on a GPU.
-
-    Engine and trainer have a core each. Windows begin with nothing in flight, so two rounds are
-    warm-up.
-    """
-    shape: dict[str, Any] = {"prompts": 2, "generations": 4, "threads": 1, "own_process": True}
-    shape |= {"warm_up": 2, "rounds": 12, "after": 1, "reward": distinct}
-    four = {"prompts_in_flight": 8, "overtake": 2}
-    made = {
-        "plain": callbacks(),
-        "RolloutWindow, streamed": callbacks("RolloutWindow", "StreamedTraining"),
-        "RolloutWindow(8, overtake=2), streamed": callbacks(
-            ("RolloutWindow", four), "StreamedTraining"
-        ),
-        "AsyncRollout": callbacks("AsyncRollout"),
-        "AsyncRollout(4, wait)": callbacks(
-            ("AsyncRollout", {"prompts_in_flight": 4, "too_old": "wait"})
-        ),
-    }
-    rows = {f"few rows, {how}": Row(make, **shape) for how, make in made.items()}
-    shape |= {"limit": 128, "passes": 2}  # the update is the longer part
-    longer = ("plain", "AsyncRollout(4, wait)")
-    return rows | {f"few rows, long update, {how}": Row(made[how], **shape) for how in longer}
+    return {f"{name}, {how}": Row(make) for how, make in made.items()}
 
 
 def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
@@ -159,7 +135,7 @@ def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
         "continuous": callbacks(slots(number)),
         "longest first": callbacks(*longest_first(number)),
     }
-    return {f"{name}, {how}": Row(make, reward=alike, **shape) for how, make in made.items()}
+    return {f"{name}, {how}": Row(make, **shape) for how, make in made.items()}
 
 
 def pools(number: int) -> dict[str, Row]:
@@ -175,13 +151,20 @@ def pools(number: int) -> dict[str, Row]:
     return rows | {f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle)}
 
 
+SHAPES = {
+    "few rows": shape("few rows", 2, 4, rounds=12),
+    "16 slots": shape("16 slots", 4, 8, slots(16), rounds=4),
+}
 ROWS: dict[str, Row] = {
-    **rounds(16),
-    **rounds(16, "bf16-mixed"),
-    "rollout, all at once": Row(callbacks(), reward=alike),
+    **SHAPES["few rows"],
+    **SHAPES["16 slots"],
+    "both cores, 16 slots": Row(callbacks(slots(16)), reward=distinct),
+    "both cores, 16 slots, DownSampling(2)": Row(
+        callbacks(slots(16), ("DownSampling", {"keep": 2})), reward=distinct
+    ),
+    "rollout, all at once": Row(callbacks()),
     **rollouts(8),
     **rollouts(16),
     **groups_of(16),
     **pools(16),
-    **few_rows(),
 }

@@ -78,6 +78,7 @@ def refusals(debug: bool, run: Any) -> Iterator[None]:
     except Refusal as refusal:
         if debug:
             traceback.print_exception(refusal.__cause__ or refusal)
+        refusal.command = max(refusal.command, run.command, key=len)
         refusal.show("" if debug else ", `--debug` shows the traceback")
         raise
 

@@ -335,8 +335,9 @@ def main(args: ArgsType = None) -> None:
     debug = isinstance(given, list) and "--debug" in given
     with plain_warnings(), refusals(debug, run):
         require_posix("`lit-rlsched`")
-        if isinstance(given, list) and given and given[0] in COMMANDS:
+        if isinstance(given, list) and given and not given[0].startswith("-"):
             run.command = f"lit-rlsched {given[0]}"
+        if isinstance(given, list) and given and given[0] in COMMANDS:
             settings = _parser_of(given[0]).parse_args(given[1:]).as_dict()
             return print(COMMANDS[given[0]][1](**settings), flush=True)
         RolloutCLI(

@@ -47,7 +47,8 @@ class Refusal(SystemExit):
 
     def show(self, more: str = "") -> None:
         """Print the message to stderr."""
-        tip = f"tip: `{self.command} --help` lists the settings{more}."
+        listed = "settings" if " " in self.command else "commands"
+        tip = f"tip: `{self.command} --help` lists the {listed}{more}."
         print(f"error: {hide_keys(self.message)}\n{tip}", file=sys.stderr, flush=True)
 
 
@@ -226,7 +227,7 @@ class Check:
             if name in known:
                 yield from self._wrong(inner, known[name], prefix + name)
             elif self._option and not owner:
-                near = _meant(prefix + name, dict(self.options()), "--")
+                near = _meant(prefix + name, dict(self.options()) | {"config": None}, "--")
                 yield f"There is no option `{self._option}`.{near}"
             else:
                 where = f" (given in `{self._file}`)" if self._file and not owner else ""

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rlsched.callbacks import RolloutCallback, RolloutLogger, RoundCheckpoint
 from lit_rlsched.run.policy_module import PolicyModule
-from lit_rlsched.run.saving.run_folder import name_of
+from lit_rlsched.run.saving.run_folder import folder_of, name_of
 from lit_rlsched.run.training_run import TrainingRun
 from lit_rlsched.settings import plain
 from lit_rlsched.text import counted, three_digits
@@ -144,6 +144,8 @@ def next_commands(trainer: Trainer) -> list[str]:
     rounds = trainer.max_epochs or 0
     if rounds > 0 and trainer.max_steps == -1:
         commands.append(f"lit-rlsched fit {run} --trainer.max_epochs={2 * rounds}")
+    if (report := folder_of(trainer) / "report.html").exists():
+        commands.insert(0, f"python -m webbrowser -t {report.absolute().as_uri()}")
     return commands
 
 
