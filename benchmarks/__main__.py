@@ -10,6 +10,7 @@ from benchmarks.results import recording
 USAGE = """\
 usage: python -m benchmarks list
        python -m benchmarks run NAME [arguments]     (--help lists them)
+       python -m benchmarks page                     (writes docs/results.md from the figures)
 Run it in the root of the repository."""
 
 
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     match list(sys.argv[1:] if arguments is None else arguments):
         case ["list"]:
             print(table())
+            return 0
+        case ["page"]:
+            import_module("benchmarks.page").main()
             return 0
         case ["run", name, *rest] if name in BENCHMARKS:
             module = import_module(BENCHMARKS[name].module or f"benchmarks.{name}")

@@ -113,12 +113,12 @@ def add(row: object, figures: Mapping[str, object]) -> None:
         writer.writerows([*same, name, value] for name, value in figures.items())
 
 
-def read(name: str) -> Iterator[dict[str, str]]:
-    """Yield the lines that this CPU has written to the file of a benchmark."""
+def read(name: str, of_cpu: str | None = None) -> Iterator[dict[str, str]]:
+    """Yield the lines that a CPU, by default this one, has written to the file of a benchmark."""
     file = FOLDER / f"{name}.csv"
     if file.exists():
         with file.open(newline="") as opened:
-            yield from (line for line in csv.DictReader(opened) if line["cpu"] == cpu())
+            yield from (line for line in csv.DictReader(opened) if line["cpu"] == (of_cpu or cpu()))
 
 
 @cache

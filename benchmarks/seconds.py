@@ -116,10 +116,10 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
     return points
 
 
-def measured(task: str) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Return what this CPU has measured: figures by row and seed, in the order of the rounds."""
+def measured(task: str, cpu: str | None = None) -> dict[str, dict[int, dict[str, list[float]]]]:
+    """Return what a CPU has measured: figures by row and seed, in the order of the rounds."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for line in results.read("seconds"):
+    for line in results.read("seconds", cpu):
         of, row, seed = json.loads(line["row"])
         if of == task:
             values = found.setdefault(row, {}).setdefault(seed, {}).setdefault(line["figure"], [])
@@ -136,6 +136,14 @@ def seconds(of: Runs, row: str, target: float, figure: str = "seconds") -> float
 def times(of: Runs, row: str, target: float, base: str) -> float:
     """Return how many times as fast as another row it was."""
     return seconds(of, base, target) / seconds(of, row, target)
+
+
+def complete(task: str, cpu: str | None = None) -> Runs:
+    """Return the rows that have all seeds of plain GRPO, each with its runs in their order."""
+    rows = measured(task, cpu)
+    seeds = sorted(rows.get("plain", {}))
+    kept = [row for row in ROWS if seeds and {*seeds} <= rows.get(row, {}).keys()]
+    return {row: [rows[row][seed] for seed in seeds] for row in kept}
 
 
 def table(runs: Runs) -> str:
@@ -193,18 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 setting = replace(TASKS[task], seed=seed, **ROWS[row])
                 for point in measure(row, setting):
                     results.add(json.dumps([task, row, seed]), point)
-    found: dict[str, Runs] = {}
-    for task in options.tasks:
-        rows = measured(task)
-        complete = [s for s in options.seeds if s in rows.get("plain", {})]
-        runs = {
-            row: [rows[row][s] for s in complete]
-            for row in ROWS
-            if {*complete} <= rows.get(row, {}).keys()
-        }
-        if complete:
-            found[task] = runs
-            print(f"{task} answers. {table(runs)}\n")
+    found = {task: runs for task in options.tasks if (runs := complete(task))}
+    for task, runs in found.items():
+        print(f"{task} answers. {table(runs)}\n")
     if found:
         draw(found)
 

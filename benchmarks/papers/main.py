@@ -50,10 +50,10 @@ FIGURES = (
 """Figures of the table, each the mean of a round."""
 
 
-def measured(seed: int) -> dict[str, dict[str, list[float]]]:
-    """Return the figures of each row that this CPU has measured, in the order of time."""
+def measured(seed: int, cpu: str | None = None) -> dict[str, dict[str, list[float]]]:
+    """Return the figures of each row that a CPU has measured, in the order of time."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in results.read("papers"):
+    for line in results.read("papers", cpu):
         if json.loads(line["arguments"])["seed"] == seed:
             found[line["row"]][line["figure"]].append(float(line["value"]))
     return found
@@ -88,6 +88,29 @@ def simulate(rows: Mapping[str, Row], folder: Path) -> None:
     for name, row in rows.items():
         schedule = make_schedule(row.callbacks(), facts)
         results.add(name, {cost: s.outcome(schedule).seconds for cost, s in of.items()})
+
+
+def table_of_shape(shape: str, cpu: str) -> str:
+    """Return Markdown: each schedule of a shape beside its simulation; empty without plain rounds.
+
+    `times` is how many times as fast as plain rounds a schedule is, by trained tokens.
+    """
+    found, rows = measured(0, cpu), list(SHAPES[shape])
+    if rows[0] not in found:
+        return ""
+    titles = ("seconds", "times", "simulated, times", "H100, computed, times", *FIGURES[1:])
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+    plain = found[rows[0]]
+    for name in filter(found.get, rows):
+        figures = found[name]
+        shares = [n / fmean(plain["trained_tokens"]) for n in figures["trained_tokens"]]
+        per = [s / share for s, share in zip(figures["seconds"], shares, strict=True)]
+        cells = [cell(figures["seconds"]), f"{fmean(plain['seconds']) / fmean(per):.2f}"]
+        for kind in ("simulated", "h100"):
+            cells.append(f"{plain[kind][-1] / figures[kind][-1]:.2f}" if kind in figures else "")
+        cells += [cell(figures.get(figure, [])) for figure in FIGURES[1:]]
+        lines.append(f"| {name.removeprefix(f'{shape}, ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(found: dict[str, dict[str, list[float]]]) -> str:
