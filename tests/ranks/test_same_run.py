@@ -58,7 +58,7 @@ VARIANTS = {
     },
     "a tracker of chosen prompts": {
         "module": {"advantage": "tracker"},
-        "callbacks": {"PromptChoice": {}, "SortedBatching": {"pool_rounds": 2}},
+        "callbacks": {"PromptChoice": {"rule": "thompson"}, "SortedBatching": {"pool_rounds": 2}},
         "rounds": 4,
     },
     "drawn beside updates": {
