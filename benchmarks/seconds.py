@@ -59,7 +59,7 @@ APART: dict[str, Any] = {"threads": 1, "own_process": True}
 STREAMED: dict[str, Any] = {"StreamedTraining": {}}
 ASYNC: dict[str, Any] = {"AsyncRollout": {}}
 FEWER: dict[str, Any] = {"DownSampling": {"keep": 2}}
-CHOICE: dict[str, Any] = {"PromptChoice": {"rule": "skip_solved"}}
+CHOICE: dict[str, Any] = {"PromptChoice": {}}
 ROWS: dict[str, dict[str, Any]] = {
     "TRL": {},
     "plain": {},
@@ -71,7 +71,7 @@ ROWS: dict[str, dict[str, Any]] = {
     | {"callbacks": {"SortedBatching": {"mode": "partial"}} | STREAMED},
     "AsyncRollout()": APART | {"callbacks": ASYNC},
     "DownSampling(keep=2)": {"callbacks": FEWER},
-    "PromptChoice('skip_solved')": {"callbacks": CHOICE},
+    "PromptChoice()": {"callbacks": CHOICE},
     "AsyncRollout, DownSampling": APART | {"callbacks": ASYNC | FEWER},
     "AsyncRollout, DownSampling, PromptChoice": APART | {"callbacks": ASYNC | FEWER | CHOICE},
 }

@@ -42,7 +42,8 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "sums": ("configs/smollm2.yaml", 16, ()),
 }
 """Configuration of each task, prompts of a round, and further arguments."""
-CHOICE, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
+SKIP, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
+CHOICE = (*SKIP, "--trainer.callbacks.rule=thompson")
 EVERY = 5
 """Rounds between two evaluations."""
 
@@ -63,11 +64,11 @@ VARIANTS = {
         "max_variance, early stop", _select("max_variance", "--trainer.callbacks.early_stop=true")
     ),
     "dynamic": Variant("DynamicSampling", ("--trainer.callbacks+=DynamicSampling",)),
-    "choice": Variant("PromptChoice", CHOICE),
-    "skip": Variant("PromptChoice, skip_solved", (*CHOICE, "--trainer.callbacks.rule=skip_solved")),
+    "choice": Variant("PromptChoice, thompson", CHOICE),
+    "skip": Variant("PromptChoice", SKIP),
     "budget": Variant("PromptBudget", BUDGET),
-    "both": Variant("PromptChoice, PromptBudget", (*CHOICE, *BUDGET)),
-    "tracker": Variant("PromptChoice, tracker", (*CHOICE, "--model.advantage=tracker")),
+    "both": Variant("PromptChoice, thompson, PromptBudget", (*CHOICE, *BUDGET)),
+    "tracker": Variant("PromptChoice, thompson, tracker", (*CHOICE, "--model.advantage=tracker")),
 }
 VARIANTS |= {
     f"half_{name}": Variant(f"{of.name}, half the prompts", of.arguments)

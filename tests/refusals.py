@@ -610,7 +610,7 @@ AT_FIT = [
         for name, made in (
             ("DynamicSampling", cb.DynamicSampling),
             ("PromptBudget", lambda: cb.PromptBudget(2)),
-            ("PromptChoice.rule='skip_", lambda: cb.PromptChoice("skip_solved")),
+            ("PromptChoice.rule='skip_", cb.PromptChoice),
         )
         for advantage in ("reinforce++", "tracker")
     ),

@@ -92,13 +92,13 @@ SCHEDULES: dict[str, Schedule] = {
         lambda: [c.DownSampling(2, early_stop=True), c.MicroGroupSampling(slots=7)], SELECTING
     ),
     "dynamic_sampling": Schedule(lambda: [c.DynamicSampling()], SELECTING),
-    "prompt_choice": Schedule(lambda: [c.PromptChoice(explore=0.3)], SELECTING),
+    "prompt_choice": Schedule(lambda: [c.PromptChoice("thompson", explore=0.3)], SELECTING),
     "prompt_budget": Schedule(
         lambda: [c.PromptBudget(2), c.MicroGroupSampling(slots=7), c.StreamedTraining(start=0)],
         SELECTING,
     ),
     "prompt_budget_window": Schedule(
-        lambda: [c.RolloutWindow(8), c.PromptBudget(3), c.PromptChoice("skip_solved")], SELECTING
+        lambda: [c.RolloutWindow(8), c.PromptBudget(3), c.PromptChoice()], SELECTING
     ),
     "streamed": Schedule(
         lambda: [c.StreamedTraining(start=0)], own_process=True, stops=("completion 2 5",)
@@ -174,7 +174,7 @@ SCHEDULES: dict[str, Schedule] = {
         lambda model: GRPOModule(model, learning_rate=1e-3, advantage="reinforce++"),
     ),
     "tracker": Schedule(
-        lambda: [c.AsyncRollout(2, too_old="wait"), c.PromptChoice()],
+        lambda: [c.AsyncRollout(2, too_old="wait"), c.PromptChoice("thompson")],
         {"prompts_per_round": 4, "num_generations": 1},
         lambda model: GRPOModule(model, learning_rate=1e-3, advantage="tracker"),
         own_process=True,

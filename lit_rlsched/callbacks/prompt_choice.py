@@ -11,13 +11,13 @@ from lit_rlsched.training.schedule import RunFacts, Schedule
 class PromptChoice(RolloutCallback):
     """Draw the prompts that are most likely to teach.
 
-    If all completions of a prompt are right, or all are wrong, it has no gradient. `thompson` draws
-    a success rate of each prompt from what is known of it, a Beta distribution with decaying counts
-    (`PromptStatistics`), and takes the prompts nearest to `target` (MoPPS, arXiv 2507.04632,
-    section 3). If rewards are not only 0 and 1, it takes those with the largest standard deviation,
-    drawn in the same way, and `target` has no effect. `skip_solved` takes prompts at random and
-    passes over one whose last k groups had equal rewards with a probability of `1 - 0.5 ** k`
-    (GRESO, arXiv 2506.02177, equation 4, with a constant base).
+    If all completions of a prompt are right, or all are wrong, it has no gradient. `skip_solved`
+    takes prompts at random and passes over one whose last k groups had equal rewards with a
+    probability of `1 - 0.5 ** k` (GRESO, arXiv 2506.02177, equation 4, with a constant base).
+    `thompson` draws a success rate of each prompt from what is known of it, a Beta distribution
+    with decaying counts (`PromptStatistics`), and takes the prompts nearest to `target` (MoPPS,
+    arXiv 2507.04632, section 3). If rewards are not only 0 and 1, it takes those with the largest
+    standard deviation, drawn in the same way, and `target` has no effect.
 
     A share `explore` of the prompts comes in the data's order, so every one of N prompts is drawn
     within `ceil(N / (explore * prompts_per_round))` rounds. Data are always read whole before a
@@ -32,7 +32,7 @@ class PromptChoice(RolloutCallback):
     See `docs/explanation/prompts.md`.
 
     Args:
-        rule: `thompson`, `skip_solved`, or `uniform`: the data's order, only measured.
+        rule: `skip_solved`, `thompson`, or `uniform`: the data's order, only measured.
         target: Success rate that `thompson` looks for.
         explore: Share of prompts in the data's order.
 
@@ -47,7 +47,9 @@ class PromptChoice(RolloutCallback):
 
     sets = "which prompts are drawn"
 
-    def __init__(self, rule: Rule = "thompson", target: float = 0.5, explore: float = 0.1) -> None:
+    def __init__(
+        self, rule: Rule = "skip_solved", target: float = 0.5, explore: float = 0.1
+    ) -> None:
         self.rule, self.target, self.explore = rule, target, explore
         self._chooser: Chooser | None = None
 

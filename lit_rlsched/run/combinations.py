@@ -198,7 +198,7 @@ COMBINATIONS: Sequence[Combination] = [
         "{needs}",
         "`advantage='{f.module[advantage]}'`",
         "rewards are compared over the whole update there, so prompts whose rewards are all equal "
-        "are useful too. Leave one of the two out.",
+        "are useful too. Leave one of the two out (`PromptChoice('thompson')` goes with it).",
         _needs_groups,
     ),
     Combination(

@@ -25,9 +25,9 @@ MOST_ROUNDS = 200
 CHOICES: dict[str, tuple[Rule, bool]] = {
     "plain, or DynamicSampling()": ("uniform", False),
     f"PromptBudget({PILOT})": ("uniform", True),
-    'PromptChoice("skip_solved")': ("skip_solved", False),
-    "PromptChoice()": ("thompson", False),
-    f"PromptChoice(), PromptBudget({PILOT})": ("thompson", True),
+    "PromptChoice()": ("skip_solved", False),
+    'PromptChoice("thompson")': ("thompson", False),
+    f'PromptChoice("thompson"), PromptBudget({PILOT})': ("thompson", True),
 }
 
 

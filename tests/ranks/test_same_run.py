@@ -58,7 +58,7 @@ VARIANTS = {
     },
     "a tracker of chosen prompts": {
         "module": {"advantage": "tracker"},
-        "callbacks": {"PromptChoice": {}, "SortedBatching": {"pool_rounds": 2}},
+        "callbacks": {"PromptChoice": {"rule": "thompson"}, "SortedBatching": {"pool_rounds": 2}},
         "rounds": 4,
     },
     "drawn beside updates": {
@@ -107,14 +107,16 @@ def test_an_adapter_is_trained_further_on_all_ranks(run, exact_model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_adapters_alone_reach_vllm(run):
+def test_adapters_alone_reach_vllm(run, tiny_model, tmp_path):
+    with_lora(tiny_model).save_pretrained(tmp_path / "adapter")
     adapters = {
-        "module": {"lora_rank": 4, "learning_rate": 1e-5},  # so that rounding changes no draw
+        "module": {"learning_rate": 1e-5},  # so that rounding changes no draw
         "engine": "VLLMEngine",
         "engine_settings": {"enable_lora": True},
     }
     # AdamW turns the rounding of a small gradient into a part of the learning rate
-    check_same(run(*({**adapters, **r} for r in (ALONE, FSDP2))), 1e-6)
+    results = run(*({**adapters, **r} for r in (ALONE, FSDP2)), model=str(tmp_path / "adapter"))
+    check_same(results, 1e-6)
 
 
 @pytest.mark.slow
