@@ -4,8 +4,6 @@
 
 All is simulated, and the costs are those that `lit-rlsched simulate --gpu h100` computes. Lengths
 are log-normal. On shared devices engine and trainer take turns, and no gradients are streamed.
-With `--trace runs/papers/few_rows,_plain`, `few rows` has the lengths and costs of that row of
-`papers`.
 
 `--accepted` is the share of drafts that a policy one round younger accepts whole, perhaps followed
 by those of policies two, three, ... rounds younger; of older drafts as much per round. The new
@@ -22,19 +20,16 @@ from benchmarks.papers.rows import callbacks
 from lit_rlsched.callbacks.what_if import WARM_UP, Setting, beside
 from lit_rlsched.cli.simulate import DEFAULTS, facts_of
 from lit_rlsched.run.switches import make_schedule
-from lit_rlsched.scheduling.trace_files import Traces
-from lit_rlsched.simulation.costs import Costs, calibrated, computed
+from lit_rlsched.simulation.costs import Costs, computed
 from lit_rlsched.simulation.pipeline import Machine, Outcome
 from lit_rlsched.simulation.workload import Workload
 
-FEW = "few rows"
 SIZES: dict[str, dict[str, int]] = {
     "1.5B": {"slots": 256, "prompts_per_round": 32, "max_completion_length": 4096},
     "7B": {
         **{"slots": 512, "engines": 8, "ranks": 8, "prompts_per_round": 64},
         "max_completion_length": 8192,
     },
-    FEW: {"slots": 8, "prompts_per_round": 2, "num_generations": 4, "max_completion_length": 512},
 }
 LENGTHS = {"1.5B": (600, 1.0), "7B": (1500, 0.8)}
 """Median and sigma."""
@@ -64,18 +59,14 @@ STREAMED = ("RolloutWindow", "SortedBatching", "TailBatching")
 
 
 def simulate(
-    model: str, accepted: Sequence[float], shared: bool, rounds: int, trace: str | None
+    model: str, accepted: Sequence[float], shared: bool, rounds: int
 ) -> Iterator[tuple[str, Outcome]]:
     """Simulate plain rounds, each schedule, and the rules of other packages."""
     about: dict[str, Any] = {**DEFAULTS, **SIZES[model]}
     prompts, limit = about["prompts_per_round"], about["max_completion_length"]
     number = 4 * (rounds + WARM_UP) * prompts
-    if trace is not None:
-        newest = Traces(trace).newest(rounds)
-        work, costs = Workload.of_run(newest), calibrated(newest)
-    else:
-        work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
-        costs = computed("h100", PARAMETERS[model], about["ranks"], Costs())
+    work = Workload.lognormal(*LENGTHS[model], limit, number, about["num_generations"])
+    costs = computed("h100", PARAMETERS[model], about["ranks"], Costs())
     machine = Machine(about["slots"], about["engines"], 2.0 if shared else 1.0, 0.5, accepted)
     setting, facts = Setting(about, work, costs, machine, rounds), beside(facts_of(about))
     yield "plain", setting.outcome(make_schedule([], facts))
@@ -95,16 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", default=[*LENGTHS], choices=LENGTHS, help="sizes")
     parser.add_argument("--accepted", type=float, nargs="+", default=[0.95], help="by age")
     parser.add_argument("--rounds", type=int, default=12, help="rounds that are simulated")
-    parser.add_argument("--trace", help="simulate `few rows` instead, with those of a run")
     options = results.parse(parser, arguments)
     names = "x | seconds | steps | idle | discarded | age | length | cache"
-    for model in [FEW] if options.trace else options.models:
+    for model in options.models:
         for where, shared in {"own devices": False, "shared devices": True}.items():
             print(f"\n{model}, {where}:\n\n| | {names} |\n|{'---|' * 9}")
             plain = 0.0
-            for name, of in simulate(
-                model, options.accepted, shared, options.rounds, options.trace
-            ):
+            for name, of in simulate(model, options.accepted, shared, options.rounds):
                 plain = plain or of.seconds
                 x = plain / of.seconds
                 results.add(f"{model}, {where}, {name}", {"x": x, "seconds": of.seconds})

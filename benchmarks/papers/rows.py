@@ -125,32 +125,6 @@ def rollouts(number: int) -> dict[str, Row]:
     return {f"{name}, {how}": Row(make) for how, make in made.items()}
 
 
-def groups_of(generations: int, number: int = 8) -> dict[str, Row]:
-    """Return rows for Infinite Sampling: as many completions in larger groups."""
-    shape: dict[str, Any] = {"prompts": 32 // generations, "generations": generations}
-    name = f"rollout, groups of {generations}"
-    made = {
-        "all at once": callbacks(),
-        "in turn": callbacks(slots(number, refill="rounds")),
-        "continuous": callbacks(slots(number)),
-        "longest first": callbacks(*longest_first(number)),
-    }
-    return {f"{name}, {how}": Row(make, **shape) for how, make in made.items()}
-
-
-def pools(number: int) -> dict[str, Row]:
-    """Return rows for the rollouts of SortedRL and RollPacker: whole pools, after one of each."""
-    here, name = slots(number), f"rollout, {number} slots"
-    four: dict[str, Any] = {"rounds": 4, "warm_up": 4, "reward": alike}
-    cycle: dict[str, Any] = {"rounds": 5, "warm_up": 5, "reward": alike}
-    once: dict[str, Any] = {"prompts": 16, "steps": 4, "rounds": 1, "reward": alike}
-    rows = {f"{name}, four steps a round": Row(callbacks(here), **once)}
-    for mode in ("on_policy", "partial"):
-        how = callbacks(here, ("SortedBatching", {"mode": mode}))
-        rows[f"{name}, SortedBatching, {mode}"] = Row(how, **four)
-    return rows | {f"{name}, TailBatching": Row(callbacks(here, "TailBatching"), **cycle)}
-
-
 SHAPES = {
     "few rows": shape("few rows", 2, 4, rounds=12),
     "16 slots": shape("16 slots", 4, 8, slots(16), rounds=4),
@@ -165,6 +139,4 @@ ROWS: dict[str, Row] = {
     "rollout, all at once": Row(callbacks()),
     **rollouts(8),
     **rollouts(16),
-    **groups_of(16),
-    **pools(16),
 }
