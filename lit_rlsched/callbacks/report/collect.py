@@ -13,6 +13,8 @@ import numpy as np
 
 from lit_rlsched.callbacks.report.timelines import Json, activity, kept, rounded, split, timelines
 from lit_rlsched.callbacks.what_if import (
+    ENOUGH,
+    PLAIN,
     ROUNDS,
     about_of,
     first,
@@ -27,7 +29,7 @@ from lit_rlsched.run.saving.run_folder import full_name_of, read_row
 from lit_rlsched.scheduling.timeline import TRAINER
 from lit_rlsched.scheduling.trace_files import Traces
 from lit_rlsched.settings import UsageError
-from lit_rlsched.text import as_text
+from lit_rlsched.text import as_text, counted
 from lit_rlsched.training.schedule import RunFacts
 
 MOST_TEXT = 3_000_000
@@ -110,6 +112,7 @@ def run_data(
     return {
         "name": full_name_of(folder),
         "folder": str(folder),
+        "verdict": _verdict(metrics, validations, (exact or ["val/accuracy"])[-1], schedules),
         "notes": notes,
         "facts": [(name, str(value)) for name, value in told.items() if value is not None],
         "compared": {name: about.get(name) for name in COMPARED},
@@ -134,6 +137,32 @@ COMPARED = {
     "tokenizer": "tokenizers",
 }
 """Settings that must be equal for runs to be compared, and what they are called."""
+
+
+def _verdict(
+    metrics: Sequence[Mapping[str, float]],
+    validations: Sequence[Mapping[str, float]],
+    accuracy: str,
+    schedules: Sequence[Sequence[Any]],
+) -> str:
+    """What was learned, how much of the slots was idle, and which schedule is worth a try."""
+
+    def of(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+        return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+    found = {
+        "held-out accuracy": of(validations, accuracy),
+        "reward": of(metrics, "reward"),
+    }
+    learned = [f"{what} {v[0]:.2f} → {v[-1]:.2f}" for what, v in found.items() if v]
+    said = f"{' and '.join(learned) or 'Nothing learned'} in {counted(len(metrics), 'round')}."
+    if idle := of(metrics, "rollout/bubble_ratio"):
+        said += f" {fmean(idle):.0%} of the slot-time was idle."
+    plain = next((row[1] for row in schedules if row[0].startswith(PLAIN)), 0.0)
+    if schedules and plain > ENOUGH * (fastest := schedules[0])[1]:
+        said += f" Fastest of the simulated schedules: {fastest[0]}, {plain / fastest[1]:.1f} times"
+        said += f" as fast as no callback, {fastest[5]:.0%} of its tokens from older policies."
+    return said[0].upper() + said[1:]
 
 
 def _missing(

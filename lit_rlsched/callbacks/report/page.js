@@ -288,7 +288,7 @@ const ends = (columns, name) => { const of = (columns[name] || []).filter((v) =>
 function mean(column) { const of = (column || []).filter((v) => v != null); return of.length ? of.reduce((a, b) => a + b) / of.length : null; }
 
 function runs_section() {
-  const { grid } = section("runs", data.runs.length > 1 ? "Runs" : "Run", "");
+  const { grid } = section("runs", data.runs.length > 1 ? "Runs" : "Run", data.verdict);
   const held_out = (r) => Object.keys(r.validations).filter((n) => n.startsWith("val/")).map((n) => `${ends(r.validations, n)} (${said(n)})`).join(", ");
   const facts = [...new Set(data.runs.flatMap((r) => r.facts.map(([name]) => name)))];
   const rows = [

@@ -32,6 +32,8 @@ def write_report(path: str | Path, runs: Sequence[dict[str, Any]], going_on: boo
     if len({run["name"] for run in runs}) < len(runs):
         runs = [{**run, "name": run["folder"]} for run in runs]
     data: dict[str, Any] = {"title": f"Report of {', '.join(run['name'] for run in runs)}"}
+    many = len(runs) > 1
+    data["verdict"] = " ".join(f"{run['name']}: " * many + run["verdict"] for run in runs)
     data |= {"made": made, "notes": notes(runs), "ends": ENDS, "runs": runs}
     text = json.dumps(printable(data), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     script = _own("page.js")
