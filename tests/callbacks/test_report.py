@@ -132,7 +132,7 @@ def test_groups_that_teach_nothing_are_told_apart(rewards, texts, kind):
 def test_rewards_that_are_all_the_same_in_the_whole_run(tmp_path, reward, kind):
     run = run_data(write_run(tmp_path, 2, reward=reward))
     assert run["groups"][kind] == [4, 4]
-    assert run["verdict"].startswith(f"Reward {reward:.2f} → {reward:.2f} in 2 rounds. ")
+    assert run["verdict"] == "Reward 0.50 → 0.50 in 2 rounds. 25% of the slot-time was idle."
 
 
 def test_what_a_request_did_in_a_round():
