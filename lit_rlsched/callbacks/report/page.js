@@ -350,11 +350,11 @@ function page() {
   } });
   if (data.runs.some((r) => r.schedules.length)) {
     const whatif = section("schedules", "What another schedule would have done", "Simulated on the lengths and costs of this run's newest rounds, as if engine and trainer had devices or cores of their own, unless the run shows how much they slow each other down. The command lit-rlsched simulate has other settings, all pairs, and the rules of other packages.").grid;
-    chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts.", build() {
+    chart(whatif, { title: "Simulated seconds of a round", about: "For each update's worth of prompts. Striped: trains on tokens of older policies. Dotted: trained lengths differ from those drawn by more than 2 %.", build() {
       const rows = run.schedules;
       if (!rows.length) return null;
       const ordered = [...rows].reverse(), plain = rows.find((r) => r[0].startsWith("no callback"));
-      return { traces: [{ type: "bar", orientation: "h", y: ordered.map((r) => escaped(r[0])), x: ordered.map((r) => r[1]), marker: { color: hue(0) } }],
+      return { traces: [{ type: "bar", orientation: "h", y: ordered.map((r) => escaped(r[0])), x: ordered.map((r) => r[1]), marker: { color: hue(0), pattern: { shape: ordered.map((r) => r[5] > 0 ? "/" : Math.abs(r[6] - 1) > 0.02 ? "." : "") } } }],
         layout: { xaxis: { title: { text: "seconds" } }, height: Math.max(320, 26 * rows.length + 80) },
         table: () => ({ columns: ["schedule", "seconds", "times as fast as no callback", "steps", "idle", "discarded", "stale", "trained over drawn length", "tokens in the cache"],
           rows: rows.map((r) => [r[0], r[1], plain ? plain[1] / r[1] : null, ...r.slice(2)]) }) };
@@ -374,7 +374,7 @@ function completions_section() {
     const parts = [`Of ${of.rounds} of ${of.of} rounds from which the run kept some`];
     if (of.shown < of.in_them) parts.push(`${of.shown} of their ${of.in_them} rows`);
     about.textContent = `${parts.join(", ")}. Numbers have five digits. Click on a column to sort.`;
-    area.replaceChildren(table(of.columns, of.rows, { caption: "Rows of completions.jsonl", search: true }));
+    area.replaceChildren(table(of.columns, [...of.rows].reverse(), { caption: "Rows of completions.jsonl, the newest first", search: true }));
   };
   redraws.push(() => { if (area.run !== run) { area.run = run; draw(); } });
 }
