@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import yaml
+from tqdm import tqdm
 
 from lit_rlsched.callbacks.down_sampling import DownSampling
 from lit_rlsched.callbacks.dynamic_sampling import DynamicSampling
@@ -193,7 +194,9 @@ class Setting:
 
     def ours(self, facts: RunFacts, most_callbacks: int) -> list[Simulated]:
         """Simulate our callbacks and the combinations that `fit` allows for the run."""
-        found = candidates(beside(facts), most_callbacks)
+        found = tqdm(  # in a terminal, where it takes a while
+            candidates(beside(facts), most_callbacks), "simulating", leave=False, disable=None
+        )
         return [Simulated(c.name, c.schedule, self.outcome(c.schedule), c) for c in found]
 
     def peers(self) -> list[Simulated]:
