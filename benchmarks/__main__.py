@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table())
             return 0
         case ["page"]:
-            import_module("benchmarks.page").main()
+            import_module("benchmarks.page").write()
             return 0
         case ["run", name, *rest] if name in BENCHMARKS:
             module = import_module(BENCHMARKS[name].module or f"benchmarks.{name}")

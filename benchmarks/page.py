@@ -40,6 +40,6 @@ def page(text: str) -> str:
     )
 
 
-def main() -> None:
+def write() -> None:
     """Write the page."""
     PAGE.write_text(page(PAGE.read_text()))
