@@ -189,9 +189,7 @@ COMBINATIONS: Sequence[Combination] = [
         "`num_generations={f.settings.num_generations}`",
         "every completion is needed. Keep fewer, or leave `early_stop` out.",
         lambda s, f: when(
-            s.selection
-            and s.selection.reward_range
-            and s.selection.keep == f.settings.num_generations
+            s.stops_early and s.selection and s.selection.keep == f.settings.num_generations
         ),
     ),
     Combination(

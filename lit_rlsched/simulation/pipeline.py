@@ -139,7 +139,7 @@ def unsupported(schedule: Schedule) -> str | None:
     """Say what of a schedule depends on more than lengths, or `None`."""
     if schedule.replacement or schedule.pilot or schedule.chooser:
         return "it depends on rewards; `--success_rates` says what is saved in tokens"
-    if schedule.selection is not None and schedule.selection.reward_range:
+    if schedule.stops_early:
         return "when `DownSampling(early_stop=True)` stops depends on rewards"
     if schedule.slots.memory_budget is not None:
         return "`MicroGroupSampling(memory_budget=...)` is not simulated; give `slots`"

@@ -165,10 +165,8 @@ def test_with_down_sampling(fit, tiny_model):
 def test_it_is_logged_and_reported_how_prompts_were_chosen(fit, tmp_path):
     recorder, last, means = Rounds(), {}, defaultdict(list)
     settings = {"train_data": ROWS, "reward_funcs": [reward()], "num_generations": 3}
-    callbacks, save = (
-        [recorder, PromptChoice("thompson", explore=0.25)],
-        {"default_root_dir": tmp_path},
-    )
+    callbacks = [recorder, PromptChoice("thompson", explore=0.25)]
+    save = {"default_root_dir": tmp_path}
     fit(callbacks=[*callbacks, RolloutLogger()], trainer=save | {"max_epochs": 12}, **settings)
     for round in recorder.rounds:
         for group in round.groups:

@@ -137,7 +137,7 @@ SCHEDULES = {
 def test_with_every_scheduler(fit, exact_model, schedule):
     early = schedule == "early stop"
     settings = {"reward_funcs": [delayed(0.02, early)], "reward_workers": 2}
-    if schedule in ("budget", "early stop"):  # two may be enough
+    if schedule in ("budget", "early stop"):  # whose groups may end with two
         settings |= {"num_generations": 4}
     make = partial(GRPOModule, exact_model, learning_rate=1e-3)
     stream, data = check_streamed(fit, make, SCHEDULES[schedule], **settings)
