@@ -137,6 +137,11 @@ def simulate(
     if prompts_per_round is not None:
         facts = replace(facts, prompts=None)  # as of a run with more data
     make_schedule((), beside(facts))  # refuses these sizes, if it does so without a callback
+    shape = about["prompts_per_round"], about["num_generations"]
+    rates = rates_of(newest) if success_rates is None else read_rates(success_rates)
+    if success_rates is None and len(rates or ()) < shape[0]:
+        rates = None  # the newest rounds of the run have too few prompts
+    saved = [] if rates is None else savings(rates, work.lengths, *shape)
     rows, peers = setting.ours(facts, most_callbacks), setting.peers()
     peers = [replace(row, name=f"{row.name}: {PEERS[row.name].source}") for row in peers]
     plain = next(row.outcome for row in rows if row.name == PLAIN)
@@ -144,10 +149,6 @@ def simulate(
     own, took = None, None
     if traces is not None and newest is not None and about == before and not (lengths or gpu):
         own, took = own_schedule(traces, rows), measured(newest)
-    shape = about["prompts_per_round"], about["num_generations"]
-    rates = rates_of(newest) if success_rates is None else read_rates(success_rates)
-    if success_rates is None and len(rates or ()) < shape[0]:
-        rates = None  # the newest rounds of the run have too few prompts
     text = "" if best is None or best.of is None else _configuration(best.of, about, best is own)
     if overlay is not None and text:
         Path(overlay).write_text(text, encoding="utf-8")
@@ -167,7 +168,7 @@ def simulate(
             "",
             "Not simulated:",
             *left_out(facts),
-            *([] if rates is None else savings(rates, work.lengths, *shape)),
+            *saved,
             "",
             f"Recommended{under}: {best.name}" if best else f"No schedule fits{under}.",
             *([text] if text else []),
