@@ -103,6 +103,7 @@ def train(
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
     equal = [r["frac_reward_zero_std"] for r in logged(folder)]
     results.check_rewards_differ([float(share) for share in equal if share], name)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # gigabytes of a chat model
     done.write_text(ran)
     return folder
 
