@@ -48,17 +48,18 @@ class Task:
     """The column that the reward needs."""
 
 
-def _sums(split: Any, size: int, terms: int = 2) -> list[dict[str, Any]]:
-    config = {"min_terms": terms, "max_terms": terms, "max_digits": 1}
-    return ReasoningGym("chain_sum", split, size, config=config).rows()
+def _sums(split: Any, size: int, instructions: str = "") -> list[dict[str, Any]]:
+    config = {"max_terms": 2, "max_digits": 1}
+    return ReasoningGym("chain_sum", split, size, config=config, instructions=instructions).rows()
 
 
+STEPS = "Explain your reasoning step by step, then give the final answer."
 TASKS = {
     "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
     "sums": Task(_sums, math_verify_reward, "answer"),
-    "steps": Task(partial(_sums, terms=4), math_verify_reward, "answer"),
+    "steps": Task(partial(_sums, instructions=STEPS), math_verify_reward, "answer"),
 }
-"""Countdown is for the model of the repository, sums of two or four digits for chat models."""
+"""Countdown is for the model of the repository, sums for chat models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class Meter:
     lengths: list[float] = field(default_factory=list)
     """Mean completion length of each round."""
     laps: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """Seconds of each part of each round."""
+    """Seconds of each part of each round, and the tokens until then."""
     startup: float | None = None
     _last: tuple[float, float] = (0.0, 0.0)
 
@@ -163,6 +164,7 @@ class Meter:
         """Add the time since the last call to `part`, which is `rollout` or `update`."""
         now = cpu_seconds(), time.perf_counter()
         lap = {"cpu": now[0] - self._last[0], "wall": now[1] - self._last[1]}
+        lap["tokens"] = self.counts.tokens
         self.laps.setdefault(part, []).append(lap)
         self._last = now
 

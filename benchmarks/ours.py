@@ -35,7 +35,7 @@ class Measure(RolloutCallback):
         assert round.trace is not None
         counts, lengths = self.meter.counts, [len(c.token_ids) for c in round.completions]
         counts.completions += len(lengths)
-        counts.tokens += sum(lengths)
+        counts.tokens += round.trace.tokens
         counts.decode_steps += round.trace.decode_steps
         counts.decode_rows += round.trace.busy_slot_steps
         self.meter.rewards.append(round.metrics["reward"])

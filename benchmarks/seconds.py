@@ -3,11 +3,11 @@
     make real-model
     python -m benchmarks run seconds --tasks short --seeds 0
 
-`short` is the task of `configs/smollm2.yaml`. In `long` a round has 8 completions whose answers
-have steps: few rows, where a CPU's decode step is flattest, as on a GPU. Each row is a run in a
-process of its own, which saves its weights every few rounds; these are evaluated afterwards, all
-in the same way, so the clock sees no evaluation. `a core each`: the engine has a process and a
-thread of its own, else engine and trainer take turns on two threads.
+`short` is the task of `configs/smollm2.yaml`. `long` asks for the steps of the same sums, and a
+round has 8 completions: few rows, where a CPU's decode step is flattest, as on a GPU. Each row is a
+run in a process of its own, which saves its weights every few rounds; these are evaluated
+afterwards, all in the same way, so the clock sees no evaluation. `a core each`: the engine has a
+process and a thread of its own, else engine and trainer take turns on two threads.
 
 Figures are appended to `benchmarks/results/seconds.csv`. What is there for this CPU is not measured
 again. With `--rows` empty, only the table and the picture are made. Seconds to a target are those
@@ -37,9 +37,9 @@ PICTURE = Path("docs/images/seconds.png")
 _SHORT = Setting(
     model="runs/smollm2",
     task="sums",
-    learning_rate=1e-5,
-    rounds=40,
-    prompts=16,
+    learning_rate=3e-5,
+    rounds=25,
+    prompts=8,
     limit=48,
     micro_batch_tokens=2048,
     trl_backend="vllm",
@@ -105,8 +105,7 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
         ]
         for figure, of in (("seconds", "wall"), ("cpu_seconds", "cpu"))
     }
-    completions = setting.prompts * setting.generations
-    spent["tokens"] = [0.0, *accumulate(length * completions for length in run["lengths"])]
+    spent["tokens"] = [0.0, *(lap["tokens"] for lap in run["laps"]["rollout"])]
     points = []
     for done in range(0, setting.rounds + 1, setting.save_every):
         accuracy = judged[str(done) if done else "start"]["val/accuracy"]
