@@ -196,7 +196,7 @@ COMBINATIONS: Sequence[Combination] = [
         "{needs}",
         "`advantage='{f.module[advantage]}'`",
         "rewards are compared over the whole update there, so prompts whose rewards are all equal "
-        "are useful too. Leave one of the two out (`PromptChoice('thompson')` goes with it).",
+        "are useful too. Leave one of the two out, or use `PromptChoice('thompson')` instead.",
         _needs_groups,
     ),
     Combination(
