@@ -86,10 +86,14 @@ def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
     )
 
 
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, model: str = "."
+) -> argparse.Namespace:
     """Read the arguments of a benchmark; they are written with each figure, including defaults."""
     global _arguments
     options: argparse.Namespace = parser.parse_args(arguments)
+    if not Path(model).is_dir():
+        parser.error(f"no model in {model}: run `make real-model`")
     _arguments = json.dumps(vars(options), default=str, sort_keys=True)
     return options
 

@@ -96,16 +96,12 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
             run_module(module, *given, name=f"{row} ({module})", threads=setting.threads)
         run, judged = (json.loads((f / "result.json").read_text()) for f in (folder, judge))
     results.check_rewards_differ(run["equal"], row)
+    laps = [*zip(*run["laps"].values(), strict=True)]
     spent = {
-        figure: [
-            0.0,
-            *accumulate(
-                sum(lap[of] for lap in laps) for laps in zip(*run["laps"].values(), strict=True)
-            ),
-        ]
+        figure: [0.0, *accumulate(sum(part[of] for part in lap) for lap in laps)]
         for figure, of in (("seconds", "wall"), ("cpu_seconds", "cpu"))
     }
-    spent["tokens"] = [0.0, *(lap["tokens"] for lap in run["laps"]["rollout"])]
+    spent["tokens"] = [0.0, *(lap["tokens"] for lap in run["laps"]["update"])]
     points = []
     for done in range(0, setting.rounds + 1, setting.save_every):
         accuracy = judged[str(done) if done else "start"]["val/accuracy"]
@@ -190,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs")
-    options = results.parse(parser, arguments)
+    options = results.parse(parser, arguments, _SHORT.model)
     for seed in options.seeds:
         for task in options.tasks:
             for row in options.rows:

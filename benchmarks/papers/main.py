@@ -137,9 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--seed", type=int, default=0, help="order of the prompts, and noise")
     parser.add_argument("--again", action="store_true", help="also measure rows that are there")
-    options = results.parse(parser, arguments)
-    if not Path(MODEL).is_dir():
-        parser.error(f"no model in {MODEL}: run `make real-model`")
+    options = results.parse(parser, arguments, MODEL)
     wanted = [name for name in ROWS if name in options.rows]
     before = {} if options.again else measured(options.seed)
     for repeat in range(options.repeats):
