@@ -6,8 +6,8 @@
 `once` is the quick task: each round draws 32 prompts with 16 completions and trains on 4 of them.
 In the other tasks each prompt comes again, and 8 completions of it are trained on; `half_` is half
 the prompts in each round. `again` is the quick task with 400 prompts; `levels` has the levels of
-`reasoning_gym`'s countdown from 2 to 5 numbers; in `sums` the chat model learns 50 sums of one
-digit (first `make real-model`).
+`reasoning_gym`'s countdown from 2 to 5 numbers; in `chat` the chat model learns 50 sums and
+products of small numbers (first `make real-model`).
 
 Accuracy is the mean over the seeds, measured every few rounds. CPU seconds are those of the
 trainer's process in rollouts and updates. GRPO with 4 completions per prompt runs three times as
@@ -39,7 +39,7 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "once": (QUICK, 32, ("--data.num_generations=16",)),
     "again": (QUICK, 32, (AGAIN,)),
     "levels": (QUICK, 32, (AGAIN, *LEVELS)),
-    "sums": ("configs/smollm2.yaml", 16, ("--data.train_data.init_args.size=50",)),
+    "chat": ("configs/smollm2.yaml", 16, ("--data.train_data.init_args.size=50",)),
 }
 """Configuration of each task, prompts of a round, and further arguments."""
 SKIP, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
