@@ -48,18 +48,20 @@ class Task:
     """The column that the reward needs."""
 
 
-def _sums(split: Any, size: int, instructions: str = "") -> list[dict[str, Any]]:
-    config = {"max_terms": 2, "max_digits": 1}
-    return ReasoningGym("chain_sum", split, size, config=config, instructions=instructions).rows()
+def _arithmetic(split: Any, size: int, instructions: str = "") -> list[dict[str, Any]]:
+    config = dict(min_terms=2, max_terms=2, max_digits=1, operators=["+", "*"])
+    config["allow_parentheses"] = False
+    name = "basic_arithmetic"
+    return ReasoningGym(name, split, size, config=config, instructions=instructions).rows()
 
 
 STEPS = "Explain your reasoning step by step, then give the final answer."
 TASKS = {
     "countdown": Task(lambda split, n: Countdown(split, n).rows(), countdown_reward, "metadata"),
-    "sums": Task(_sums, math_verify_reward, "answer"),
-    "steps": Task(partial(_sums, instructions=STEPS), math_verify_reward, "answer"),
+    "arithmetic": Task(_arithmetic, math_verify_reward, "answer"),
+    "steps": Task(partial(_arithmetic, instructions=STEPS), math_verify_reward, "answer"),
 }
-"""Countdown is for the model of the repository, sums for chat models."""
+"""Countdown is for the model of the repository, sums and products for chat models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Setting:
     """
 
     model: str = "examples/countdown/model"
-    task: Literal["countdown", "sums", "steps"] = "countdown"
+    task: Literal["countdown", "arithmetic", "steps"] = "countdown"
     learning_rate: float = 3e-4
     rounds: int = 20
     seed: int = 0

@@ -3,11 +3,11 @@
     make real-model
     python -m benchmarks run seconds --tasks short --seeds 0
 
-`short` is the task of `configs/smollm2.yaml`. `long` asks for the steps of the same sums, and a
-round has 8 completions: few rows, where a CPU's decode step is flattest, as on a GPU. Each row is a
-run in a process of its own, which saves its weights every few rounds; these are evaluated
-afterwards, all in the same way, so the clock sees no evaluation. `a core each`: the engine has a
-process and a thread of its own, else engine and trainer take turns on two threads.
+`short` is the task of `configs/smollm2.yaml`. `long` asks for steps, in rounds of 8 completions:
+few rows, where a CPU's step is flattest, as on a GPU. Each row is a run in a process of its own,
+whose weights are saved every few rounds and evaluated afterwards, all in the same way, so the clock
+sees no evaluation. `a core each`: the engine has a process and a thread of its own, else engine and
+trainer take turns on two threads.
 
 Figures are appended to `benchmarks/results/seconds.csv`. What is there for this CPU is not measured
 again. With `--rows` empty, only the table and the picture are made. Seconds to a target are those
@@ -33,12 +33,12 @@ from benchmarks.selection import Runs, mean, reached, with_jackknife
 
 TARGET = 0.9
 """Share of the final accuracy of plain GRPO that a run is to reach."""
-PICTURE = Path("docs/images/seconds.png")
+PICTURE = results.ROOT / "docs" / "images" / "seconds.png"
 _SHORT = Setting(
     model="runs/smollm2",
-    task="sums",
+    task="arithmetic",
     learning_rate=3e-5,
-    rounds=25,
+    rounds=20,
     prompts=8,
     limit=48,
     micro_batch_tokens=2048,

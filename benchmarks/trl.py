@@ -1,7 +1,7 @@
 r"""Train the same model with TRL and with this package in turn, and print both sides' figures.
 
 A real chat model, made by `make real-model`, with vLLM on both sides:
-python -m benchmarks run trl --model runs/smollm2 --task sums --trl_backend vllm --rounds 2 \
+python -m benchmarks run trl --model runs/smollm2 --task arithmetic --trl_backend vllm --rounds 2 \
     --prompts 4 --limit 192 --trl_batch_size 4 --learning_rate 1e-6 --train_size 150 \
     --held_out 0
 """

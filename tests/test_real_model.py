@@ -57,7 +57,7 @@ def test_the_recipe_trains_and_its_model_is_exported(smollm2, tmp_path, monkeypa
 def test_the_notebook_trains_two_rounds(smollm2, tmp_path):
     notebook = nbformat.read(ROOT / "docs/tutorials/real_model.ipynb", as_version=4)
     first = notebook.cells[1]
-    full = 'MODEL, ROUNDS, FOLDER = "runs/smollm2", 25, "runs/smollm2-notebook"'
+    full = 'MODEL, ROUNDS, FOLDER = "runs/smollm2", 20, "runs/smollm2-notebook"'
     assert full in first.source
     short = f"MODEL, ROUNDS, FOLDER = {str(smollm2)!r}, 2, {str(tmp_path)!r}"
     first.source = first.source.replace(full, short)

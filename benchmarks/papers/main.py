@@ -98,16 +98,16 @@ def table_of_shape(shape: str, cpu: str) -> str:
     found, rows = measured(0, cpu), list(SHAPES[shape])
     if rows[0] not in found:
         return ""
-    titles = ("seconds", "times", "simulated, times", "H100, computed, times", *FIGURES[1:])
-    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     plain = found[rows[0]]
+    kinds = [kind for kind in ("simulated", "h100") if kind in plain]
+    titles = ("seconds", "times", *kinds, *FIGURES[1:])
+    lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name in filter(found.get, rows):
         figures = found[name]
         shares = [n / fmean(plain["trained_tokens"]) for n in figures["trained_tokens"]]
         per = [s / share for s, share in zip(figures["seconds"], shares, strict=True)]
         cells = [cell(figures["seconds"]), f"{fmean(plain['seconds']) / fmean(per):.2f}"]
-        for kind in ("simulated", "h100"):
-            cells.append(f"{plain[kind][-1] / figures[kind][-1]:.2f}" if kind in figures else "")
+        cells += [f"{plain[kind][-1] / figures[kind][-1]:.2f}" for kind in kinds]
         cells += [cell(figures.get(figure, [])) for figure in FIGURES[1:]]
         lines.append(f"| {name.removeprefix(f'{shape}, ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
