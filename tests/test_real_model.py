@@ -17,8 +17,8 @@ pytestmark = pytest.mark.xdist_group("real model")  # it is made once
 ROOT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(ROOT / "scripts/real_model.py")]
 SHORT = """
-    --data.train_data.size=8 --data.val_data.size=2 --data.prompts_per_round=2
-    --data.num_generations=4 --data.max_completion_length=16 --data.val_num_generations=0
+    --data.train_data.size=8 --data.val_data.size=2 --data.prompts_per_round=4
+    --data.num_generations=4 --data.max_completion_length=48 --data.val_num_generations=0
     --trainer.max_epochs=1 --trainer.num_sanity_val_steps=0 --trainer.check_val_every_n_epoch=1
 """
 
