@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from lit_rlsched.data.tasks import Countdown, ReasoningGym
 from lit_rlsched.processes import keep_heap
 from lit_rlsched.rewards.functions import countdown_reward, math_verify_reward
@@ -48,11 +50,13 @@ class Task:
     """The column that the reward needs."""
 
 
-def _arithmetic(split: Any, size: int, instructions: str = "") -> list[dict[str, Any]]:
-    config = dict(min_terms=2, max_terms=2, max_digits=1, operators=["+", "*"])
-    config["allow_parentheses"] = False
-    name = "basic_arithmetic"
-    return ReasoningGym(name, split, size, config=config, instructions=instructions).rows()
+CHAT = yaml.safe_load((Path(__file__).parents[1] / "configs/smollm2.yaml").read_text())
+"""The recipe of the chat model, which is its task here."""
+
+
+def _arithmetic(split: str, size: int, instructions: str = "") -> list[dict[str, Any]]:
+    chosen = {"split": split, "size": size, "instructions": instructions}
+    return ReasoningGym(**CHAT["data"]["train_data"]["init_args"] | chosen).rows()
 
 
 STEPS = "Explain your reasoning step by step, then give the final answer."

@@ -74,25 +74,27 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_cases(parser: argparse.ArgumentParser, cases: Collection[str]) -> None:
-    """Add the option `--cases`, which by default is all of them."""
+def add_cases(
+    parser: argparse.ArgumentParser, cases: Collection[str], option: str = "cases"
+) -> None:
+    """Add the option `--cases`, or another name, which by default is all of them."""
     parser.add_argument(
-        "--cases",
+        f"--{option}",
         nargs="*",
         default=list(cases),
         choices=cases,
-        metavar="CASE",
-        help="cases to run",
+        metavar=option.removesuffix("s").upper(),
+        help=f"{option} to run",
     )
 
 
 def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, model: str = "."
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, model: str | None = None
 ) -> argparse.Namespace:
     """Read the arguments of a benchmark; they are written with each figure, including defaults."""
     global _arguments
     options: argparse.Namespace = parser.parse_args(arguments)
-    if not Path(model).is_dir():
+    if model and not Path(model).is_dir():
         parser.error(f"no model in {model}: run `make real-model`")
     _arguments = json.dumps(vars(options), default=str, sort_keys=True)
     return options

@@ -15,7 +15,6 @@ of the mean over the seeds, with the jackknife's errors; `times` is how many tim
 """
 
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,25 +27,26 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.common import Setting, run_module
-from benchmarks.selection import Runs, mean, reached, with_jackknife
+from benchmarks.common import CHAT, Setting, run_module
+from benchmarks.selection import Runs, cost, mean, with_jackknife
 
 TARGET = 0.9
 """Share of the final accuracy of plain GRPO that a run is to reach."""
 PICTURE = results.ROOT / "docs" / "images" / "seconds.png"
+_MODEL, _DATA = CHAT["model"]["init_args"], CHAT["data"]
 _SHORT = Setting(
-    model="runs/smollm2",
+    model=_MODEL["model"],
     task="arithmetic",
-    learning_rate=3e-5,
-    rounds=20,
-    prompts=8,
-    limit=48,
-    micro_batch_tokens=2048,
+    learning_rate=_MODEL["learning_rate"],
+    rounds=CHAT["trainer"]["max_epochs"],
+    prompts=_DATA["prompts_per_round"],
+    limit=_DATA["max_completion_length"],
+    micro_batch_tokens=_DATA["micro_batch_tokens"],
     trl_backend="vllm",
     trl_batch_size=8,
-    train_size=150,
-    held_out=32,
-    mask_truncated=True,
+    train_size=_DATA["train_data"]["init_args"]["size"],
+    held_out=_DATA["val_data"]["init_args"]["size"],
+    mask_truncated=_DATA["mask_truncated_completions"],
     threads=2,
     save_every=5,
 )
@@ -122,15 +122,9 @@ def measured(task: str, cpu: str | None = None) -> dict[str, dict[int, dict[str,
     return found
 
 
-def seconds(of: Runs, row: str, target: float, figure: str = "seconds") -> float:
-    """Return what a row has spent when its mean accuracy reached the target; NaN if it did not."""
-    spent = reached(mean(of[row], "accuracy"), mean(of[row], figure), target)
-    return math.nan if spent is None else spent
-
-
-def times(of: Runs, row: str, target: float, base: str) -> float:
+def times(runs: Runs, row: str, target: float, base: str) -> float:
     """Return how many times as fast as another row it was."""
-    return seconds(of, base, target) / seconds(of, row, target)
+    return cost(runs, base, target, "seconds") / cost(runs, row, target, "seconds")
 
 
 def complete(task: str, cpu: str | None = None) -> Runs:
@@ -153,12 +147,12 @@ def table(runs: Runs) -> str:
         "|---" * (len(titles) + 1) + "|",
     ]
     for row in runs:
-        of = partial(seconds, row=row, target=target)
+        of = partial(cost, name=row, target=target)
         cells = [results.with_error([run["accuracy"][-1] for run in runs[row]], 3)]
-        cells.append(with_jackknife(of, runs, 0))
+        cells.append(with_jackknife(partial(of, column="seconds"), runs, 0))
         faster = partial(times, row=row, target=target)
         cells += [with_jackknife(partial(faster, base=base), runs) for base in bases]
-        cells += [with_jackknife(partial(of, figure=f), runs, 0) for f in ("cpu_seconds", "tokens")]
+        cells += [with_jackknife(partial(of, column=c), runs, 0) for c in ("cpu_seconds", "tokens")]
         cells.append(f"{max(run['peak_mib'][-1] for run in runs[row]):,.0f}")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -181,10 +175,8 @@ def draw(tasks: Mapping[str, Runs]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, print the tables and draw the picture."""
     parser = results.parser("seconds", __doc__)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="to learn")
-    parser.add_argument(
-        "--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure"
-    )
+    results.add_cases(parser, TASKS, "tasks")
+    results.add_cases(parser, ROWS, "rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs")
     options = results.parse(parser, arguments, _SHORT.model)
     for seed in options.seeds:

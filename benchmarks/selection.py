@@ -127,15 +127,19 @@ def mean(runs: Sequence[Progress], column: str) -> list[float]:
     return [fmean(values) for values in zip(*(r[column] for r in runs), strict=True)]
 
 
-def reached(accuracy: Sequence[float], spent: Sequence[float], target: float) -> float | None:
-    """Return the cost at which the accuracy reached `target`, interpolated between evaluations."""
+def cost(runs: Runs, name: str, target: float, column: str) -> float:
+    """Return the cost at which the mean accuracy of a variant reached `target`; NaN if it did not.
+
+    It is interpolated between evaluations.
+    """
+    accuracy, spent = mean(runs[name], "accuracy"), mean(runs[name], column)
     for i, value in enumerate(accuracy):
         if value >= target:
             if i == 0:
                 return spent[0]
             share = (target - accuracy[i - 1]) / (value - accuracy[i - 1])
             return spent[i - 1] + share * (spent[i] - spent[i - 1])
-    return None
+    return math.nan
 
 
 def ratio(runs: Runs, name: str, reference: str, share: float, column: str) -> float:
@@ -144,10 +148,7 @@ def ratio(runs: Runs, name: str, reference: str, share: float, column: str) -> f
     Cost of the rounds until the mean accuracy is a share of `reference`'s best.
     """
     target = share * max(mean(runs[reference], "accuracy"))
-    own, plain = (
-        reached(mean(runs[v], "accuracy"), mean(runs[v], column), target) for v in (name, reference)
-    )
-    return math.nan if own is None or plain is None else own / plain
+    return cost(runs, name, target, column) / cost(runs, reference, target, column)
 
 
 def with_jackknife(of: Callable[[Runs], float], runs: Runs, digits: int = 2) -> str:

@@ -107,7 +107,7 @@ def table_of_shape(shape: str, cpu: str) -> str:
         shares = [n / fmean(plain["trained_tokens"]) for n in figures["trained_tokens"]]
         per = [s / share for s, share in zip(figures["seconds"], shares, strict=True)]
         cells = [cell(figures["seconds"]), f"{fmean(plain['seconds']) / fmean(per):.2f}"]
-        cells += [f"{plain[kind][-1] / figures[kind][-1]:.2f}" for kind in kinds]
+        cells += [f"{plain[k][-1] / figures[k][-1]:.2f}" if k in figures else "" for k in kinds]
         cells += [cell(figures.get(figure, [])) for figure in FIGURES[1:]]
         lines.append(f"| {name.removeprefix(f'{shape}, ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -131,9 +131,7 @@ def cell(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the rows that are missing and print the table."""
     parser = results.parser("papers", __doc__)
-    parser.add_argument(
-        "--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW", help="rows to measure"
-    )
+    results.add_cases(parser, ROWS, "rows")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--seed", type=int, default=0, help="order of the prompts, and noise")
     parser.add_argument("--again", action="store_true", help="also measure rows that are there")
