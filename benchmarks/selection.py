@@ -39,7 +39,7 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "once": (QUICK, 32, ("--data.num_generations=16",)),
     "again": (QUICK, 32, (AGAIN,)),
     "levels": (QUICK, 32, (AGAIN, *LEVELS)),
-    "chat": ("configs/smollm2.yaml", 16, ("--data.train_data.init_args.size=50",)),
+    "chat": ("configs/smollm2.yaml", 16, ()),
 }
 """Configuration of each task, prompts of a round, and further arguments."""
 SKIP, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)

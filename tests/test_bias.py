@@ -12,7 +12,7 @@ ALWAYS = [
     "`RolloutWindow(2)` (three slots)",
     '`DownSampling(rule="random")`',
     "three prompts, full rounds",
-    "three prompts, `RolloutWindow(2)` (three slots)",
+    pytest.param("three prompts, `RolloutWindow(2)` (three slots)", marks=pytest.mark.slow),
     pytest.param("three prompts, `RolloutWindow(3)` (four slots)", marks=pytest.mark.slow),
 ]
 OVER_A_POOL = [

@@ -44,6 +44,9 @@ def in_the_project(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
 
 
+@pytest.mark.mostly_slow(
+    *(f"configs/{name}.yaml" for name in ("quickstart", "fast", "smollm2", "lookup", "math_lora"))
+)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_config_parses(path, capsys):
     overlay = "class_path" not in yaml.safe_load(path.read_text()).get("model", {})
@@ -114,6 +117,7 @@ def test_every_command_takes_the_configuration_that_a_run_wrote(capsys, tmp_path
     assert "There is no option `--ckpt_path`." in said
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_starts_from_the_command_line(capsys, tmp_path):
     """`examples/drop_in.py`, by an option and by a class path in a file."""
     model = {"class_path": "examples.drop_in.Policy"}

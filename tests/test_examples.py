@@ -75,19 +75,19 @@ def test_the_loop_is_short_and_learns(capsys):
 
 
 def test_the_loop_does_what_fit_does(tmp_path, capsys):
-    sizes = {"prompts": 4, "generations": 4}
+    sizes = {"prompts": 2, "generations": 4}
     given = [f"--{name}={size}" for name, size in sizes.items()]
-    policy = grpo_loop.main(["--engine=transformers", "--rounds=3", *given])
+    policy = grpo_loop.main(["--engine=transformers", "--rounds=2", *given])
     printed = capsys.readouterr().out.splitlines()
     module = GRPOModule("examples/countdown/model", learning_rate=3e-4, betas=(0.9, 0.95))
     data = RolloutDataModule(
         *(Countdown(size=1000), [countdown_reward]),
         engine=TransformersEngine(),
-        **{"prompts_per_round": 4, "num_generations": 4, "micro_batch_tokens": 4096},
+        **{"prompts_per_round": 2, "num_generations": 4, "micro_batch_tokens": 4096},
         seed=0,
     )
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(max_epochs=3, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer = Trainer(max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, datamodule=data)
     rewards = [row["reward"] for row in data.run.record.rounds]
     assert printed == [f"round {i}: reward {reward:.3f}" for i, reward in enumerate(rewards)]

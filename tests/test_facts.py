@@ -141,6 +141,7 @@ def test_each_callback_has_a_row_or_a_reason(facts):
     assert "DynamicSampling()" in said and all("): " in line for line in said.splitlines())
 
 
+@pytest.mark.mostly_slow("module0-StreamedTraining")
 @pytest.mark.parametrize(
     ("module", "refused"),
     [

@@ -116,6 +116,7 @@ def scaled() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
 
 
+@pytest.mark.mostly_slow("GRPOModule-adamw_torch_fused-16-mixed", "Fused-None-32-true")
 @pytest.mark.parametrize(
     ("make", "optim", "precision"),
     [
@@ -150,6 +151,7 @@ def test_a_resumed_run_steps_as_it_says():
     resumed.step()
 
 
+@pytest.mark.mostly_slow("gemma3_text", "gpt2", "llama", "mixtral", "qwen3")
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_TINY])
 def test_what_decays_is_what_decays_in_transformers(family):
     with torch.device("meta"):

@@ -331,7 +331,7 @@ def whole(name):
     return run.taken, run.end(), run.events
 
 
-@pytest.mark.mostly_slow("full", "window streamed", "async")
+@pytest.mark.mostly_slow("window streamed", "async")
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(data=st.data())
 def test_stopped_anywhere_and_resumed_equals_never_stopped(name, data):

@@ -45,6 +45,8 @@ from lit_rlsched.types import Completion, Group, Prompt, Sampling
 
 MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 CLIP_MAX = 1.3
+SLOW = pytest.mark.slow
+SCALES = ["group", pytest.param("batch", marks=SLOW), pytest.param("none", marks=SLOW)]
 # fp64 but for two factors that TRL computes in fp32.
 close = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -102,7 +104,7 @@ def assert_same(ours: tuple[LossOutput, Tensor], theirs: tuple[Tensor, Tensor]) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale_rewards", SCALES)
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"])
 def test_grpo_losses(
     make_trl: MakeTRL, loss_type: str, scale_rewards: str, mode: str | None
@@ -131,7 +133,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("mode", [None, "token_mask", "sequence_truncate"])
+@pytest.mark.parametrize("mode", [None, *(pytest.param(mode, marks=SLOW) for mode in MODES[2:4])])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo"])
 def test_options(

@@ -1,6 +1,5 @@
 """What runs in a worker: it loads what it is sent, calls it and tells. Imports little."""
 
-import asyncio
 import contextlib
 import faulthandler
 import functools
@@ -210,6 +209,6 @@ def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call gives a coroutine."""
     function = unwrap(function)
-    return asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )

@@ -1,11 +1,11 @@
 """A worker that calls reward functions. Run as a script; imports little."""
 
-import asyncio
 import pickle
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,8 +20,7 @@ class Scores(Child):
     def serve(self) -> None:
         """Score batches until the parent closes the connection."""
         self._functions, setup = self.load()
-        # one event loop for all calls: clients that functions keep open are bound to it
-        runner = asyncio.Runner()
+        runner: Any = None
         while True:
             try:
                 batch = pickle.loads(self.connection.recv_bytes())
@@ -39,24 +38,29 @@ class Scores(Child):
                         call.take(self._functions[index](**call.keywords()))
                     self._report(call)
             if waiting:
+                import asyncio  # a third of the time that a worker takes to start
+
+                # one event loop for all calls: clients that functions keep open are bound to it
+                runner = runner or asyncio.Runner()
                 runner.run(self._score_together(waiting))
 
     async def _score_together(self, waiting: Sequence[Call]) -> None:
-        """Run coroutines side by side."""
-        await asyncio.gather(*map(self._score, waiting))
+        """Run coroutines side by side, each within its time-out."""
+        import asyncio
 
-    async def _score(self, call: Call) -> None:
-        """Await one coroutine, within its time-out."""
-        with call:
-            scope = asyncio.timeout(call.timeout)
-            try:
-                async with scope:
-                    call.take(await self._functions[call.index](**call.keywords()))
-            except TimeoutError:
-                if not scope.expired():
-                    raise
-                call.failure = call.late
-        self._report(call)
+        async def score(call: Call) -> None:
+            with call:
+                scope = asyncio.timeout(call.timeout)
+                try:
+                    async with scope:
+                        call.take(await self._functions[call.index](**call.keywords()))
+                except TimeoutError:
+                    if not scope.expired():
+                        raise
+                    call.failure = call.late
+            self._report(call)
+
+        await asyncio.gather(*map(score, waiting))
 
     def _report(self, call: Call) -> None:
         """Tell the trainer how a call has ended."""

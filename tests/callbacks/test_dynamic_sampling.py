@@ -192,6 +192,7 @@ def first_round(fit, *callbacks, delay=0):
     return recorder
 
 
+@pytest.mark.mostly_slow("few slots", "dynamic")
 @pytest.mark.parametrize(
     "others",
     [

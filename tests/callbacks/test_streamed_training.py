@@ -145,7 +145,7 @@ def test_with_every_scheduler(fit, exact_model, schedule):
     assert not early or data.run.counters["dropped/stopped"] > 0
 
 
-@pytest.mark.mostly_slow("gspo")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "settings"),
     [(GRPOModule, {"loss_type": "gspo", "beta": 0.1}), (RLOOModule, {})],

@@ -36,7 +36,7 @@ SAVES = {
 }
 
 
-@pytest.mark.mostly_slow("2-False-after each step")
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", SAVES.values(), ids=SAVES)
 @pytest.mark.parametrize(("steps", "automatic"), [(1, False), (2, False), (1, True)])
 def test_a_run_resumed_again_and_again_has_as_many_rounds(

@@ -127,6 +127,9 @@ ARGUMENTS = st.fixed_dictionaries(
 CALLS = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), ARGUMENTS), min_size=1, max_size=2)
 
 
+@pytest.mark.mostly_slow(
+    "Hermes", "a list", "OpenAI's form", "llama3_1", "qwen3_training", "gemma4"
+)
 @pytest.mark.parametrize("name", [*MIXED, *OF_TRL])
 @given(calls=CALLS, cut=st.floats(0, 1))
 def test_what_a_template_renders_is_read_and_what_is_cut_is_text(name, calls, cut):

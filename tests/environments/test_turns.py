@@ -186,7 +186,7 @@ def test_siblings_see_the_same_task(run):
 KINDS = {"reset": "raised", "exit": "crashed", "hang": "timeout", "memory": "out_of_memory"}
 
 
-@pytest.mark.mostly_slow("exit", "raise")
+@pytest.mark.mostly_slow("raise")
 @pytest.mark.parametrize("trouble", [*KINDS, "raise", "long", "picture", "surrogate"])
 def test_trouble_costs_a_completion_and_the_run_goes_on(run, trouble):
     rows = [{**row, "trouble": trouble if i % 3 == 0 else None} for i, row in enumerate(ROWS)]
@@ -246,6 +246,7 @@ def test_a_worker_that_ends_does_not_stop_rounds_whose_replies_have_their_step(r
         assert [c.dropped is not None for c in group.completions] == [bad and one for one in called]
 
 
+@pytest.mark.slow
 def test_one_session_is_enough_and_turns_are_limited(run):
     given = {"environment_factory": notes(), "max_tool_calling_iterations": 1}
     _, rounds = run(**given)
@@ -604,6 +605,7 @@ def test_an_environment_with_a_state_gets_it_back(run, most, tool_steps):
     assert not any(m.startswith("dropped") for round in rounds for m in round.metrics)
 
 
+@pytest.mark.slow
 def test_a_completion_begins_anew_if_its_environment_answers_otherwise(run):
     class Moody(notes()):
         def look(self, key: str) -> str:
@@ -665,7 +667,7 @@ EARLY = {
 }
 
 
-@pytest.mark.mostly_slow("beside")
+@pytest.mark.slow
 @pytest.mark.parametrize("early", EARLY.values(), ids=EARLY)
 def test_rounds_that_end_early_are_the_same_if_replies_come_after_so_many_steps(run, early):
     runs = []

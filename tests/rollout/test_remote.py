@@ -119,7 +119,6 @@ def test_an_engine_knows_that_its_process_ends_with_it(here, there):
     "process-full-4",
     "process-partial-4",
     "process-completions race-18",
-    "process-tail-18",
     "process-on policy-18",
 )
 @pytest.mark.parametrize("slots", [18, 4])

@@ -113,8 +113,8 @@ GOOD = ["a", "bb", "ccc", "dddd"]
         ("sleep", "timeout: "),
         pytest.param("regex", "timeout: ", marks=pytest.mark.slow),
         ("exit", "crashed: the worker exited with code 1"),
-        ("exit 0", "crashed: the worker exited with code 0"),
-        ("segfault", "crashed: the worker died of SIGSEGV"),
+        pytest.param("exit 0", "crashed: the worker exited with code 0", marks=pytest.mark.slow),
+        pytest.param("segfault", "crashed: the worker died of SIGSEGV", marks=pytest.mark.slow),
         ("killed", "crashed: the worker died of SIGKILL"),
     ],
 )
@@ -126,7 +126,14 @@ def test_what_ends_a_process_costs_the_call_that_ran(asked: Any, text: str, fail
     assert failures == dict.fromkeys(GOOD)
 
 
-@pytest.mark.parametrize("message", ['["unknown"]', '["loading", "x"]', "[[]]", "[]", "{", "[[[["])
+@pytest.mark.parametrize(
+    "message",
+    [
+        '["unknown"]',
+        '["loading", "x"]',
+        *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("[[]]", "[]", "{", "[[[[")),
+    ],
+)
 def test_a_message_that_it_never_sends_costs_the_call_that_ran(asked: Any, message: str) -> None:
     def forge(completions: list[str], **columns: Any) -> list[float]:
         import gc
