@@ -72,6 +72,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "AsyncRollout()": APART | {"callbacks": ASYNC},
     "DownSampling(keep=2)": {"callbacks": FEWER},
     "PromptChoice()": {"callbacks": CHOICE},
+    "DownSampling, PromptChoice": {"callbacks": FEWER | CHOICE},
     "AsyncRollout, DownSampling": APART | {"callbacks": ASYNC | FEWER},
     "AsyncRollout, DownSampling, PromptChoice": APART | {"callbacks": ASYNC | FEWER | CHOICE},
 }

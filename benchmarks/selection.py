@@ -44,6 +44,7 @@ TASKS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 """Configuration of each task, prompts of a round, and further arguments."""
 SKIP, BUDGET = ("--trainer.callbacks+=PromptChoice",), ("--trainer.callbacks+=PromptBudget",)
 CHOICE = (*SKIP, "--trainer.callbacks.rule=thompson")
+DYNAMIC = ("--trainer.callbacks+=DynamicSampling",)
 EVERY = 5
 """Rounds between two evaluations."""
 
@@ -63,7 +64,8 @@ VARIANTS = {
     "early_stop": Variant(
         "max_variance, early stop", _select("max_variance", "--trainer.callbacks.early_stop=true")
     ),
-    "dynamic": Variant("DynamicSampling", ("--trainer.callbacks+=DynamicSampling",)),
+    "dynamic": Variant("DynamicSampling", DYNAMIC),
+    "skip_dynamic": Variant("PromptChoice, DynamicSampling", (*SKIP, *DYNAMIC)),
     "choice": Variant("PromptChoice, thompson", CHOICE),
     "skip": Variant("PromptChoice", SKIP),
     "budget": Variant("PromptBudget", BUDGET),
