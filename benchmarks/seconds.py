@@ -58,7 +58,7 @@ APART: dict[str, Any] = {"threads": 1, "own_process": True}
 """A core each for engine and trainer."""
 STREAMED: dict[str, Any] = {"StreamedTraining": {}}
 ASYNC: dict[str, Any] = {"AsyncRollout": {}}
-FEWER: dict[str, Any] = {"DownSampling": {"keep": 2}}
+FEWER: dict[str, Any] = {"DownSampling": {"keep": 4}}
 CHOICE: dict[str, Any] = {"PromptChoice": {}}
 ROWS: dict[str, dict[str, Any]] = {
     "TRL": {},
@@ -70,7 +70,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "SortedBatching(mode='partial')": APART
     | {"callbacks": {"SortedBatching": {"mode": "partial"}} | STREAMED},
     "AsyncRollout()": APART | {"callbacks": ASYNC},
-    "DownSampling(keep=2)": {"callbacks": FEWER},
+    "DownSampling(keep=4)": {"callbacks": FEWER},
     "PromptChoice()": {"callbacks": CHOICE},
     "DownSampling, PromptChoice": {"callbacks": FEWER | CHOICE},
     "AsyncRollout, DownSampling": APART | {"callbacks": ASYNC | FEWER},

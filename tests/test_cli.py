@@ -44,9 +44,6 @@ def in_the_project(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # what the CLI sets is unset after the test
 
 
-@pytest.mark.mostly_slow(
-    *(f"configs/{name}.yaml" for name in ("quickstart", "fast", "smollm2", "lookup", "math_lora"))
-)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_config_parses(path, capsys):
     overlay = "class_path" not in yaml.safe_load(path.read_text()).get("model", {})

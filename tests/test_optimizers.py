@@ -116,7 +116,7 @@ def scaled() -> dict[str, Any]:
     return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
 
 
-@pytest.mark.mostly_slow("GRPOModule-adamw_torch_fused-16-mixed", "Fused-None-32-true")
+@pytest.mark.mostly_slow("GRPOModule-adamw_torch-32-true", "Fused-None-bf16-mixed")
 @pytest.mark.parametrize(
     ("make", "optim", "precision"),
     [

@@ -21,7 +21,8 @@ class DownSampling(RolloutCallback):
 
     Bias: the gradient is that of the selected completions, not an estimate of the gradient over
     all. `max_variance` takes good and bad completions in about equal numbers, even if one kind is
-    rare. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased.
+    rare. `max_reward` sees no bad ones, and collapsed in the paper. Only `random` is unbiased,
+    and only without `mask_truncated_completions`, as what that leaves out is never kept.
     `rollout/trained_over_drawn_length` and `down_sampling/*` show what is selected.
 
     See `docs/explanation/pods.md`.
@@ -91,8 +92,9 @@ class DownSampling(RolloutCallback):
         """Set the selection."""
         full = self.advantage_scope == "full"
         stops_within = self.reward_range if self.early_stop else None
+        masks = facts.settings.mask_truncated_completions
         self._selection = schedule.selection = Selection(
-            self.keep, self.rule, full, self.drop_uninformative, stops_within
+            self.keep, self.rule, full, self.drop_uninformative, stops_within, masks
         )
 
     def on_round_start(self, trainer: Trainer, pl_module: LightningModule, plan: list[Any]) -> None:

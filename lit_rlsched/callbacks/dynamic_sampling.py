@@ -43,10 +43,12 @@ class DynamicSampling(RolloutCallback):
     def __init__(self, max_num_gen_batches: int = 4) -> None:
         self.max_num_gen_batches = max_num_gen_batches
         self._prompts = 1
+        self._schedule: Schedule | None = None
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Let `replaces` decide about complete groups."""
         schedule.replacement, self._prompts = self, facts.settings.prompts_per_round
+        self._schedule = schedule
 
     def replaces(self, group: Group, due: int, prompts: int, weights: Sequence[float]) -> bool:
         """Whether another prompt takes the place of a complete group; if so, drop the group.
@@ -57,8 +59,11 @@ class DynamicSampling(RolloutCallback):
             prompts: Prompts that it trains on.
             weights: Of the reward functions.
         """
-        rewards = reward_matrix([group], weights)[0].numpy()
-        if informative(rewards):
+        compared = rewards = reward_matrix([group], weights)[0].numpy()
+        selection = self._schedule and self._schedule.selection
+        if selection and not selection.full_scope:
+            (compared,) = selection.choices([group], weights)
+        if informative(compared):
             return False
         drop(group, rewards, "uninformative")  # also where nothing replaces it
         return due < self.max_num_gen_batches * prompts

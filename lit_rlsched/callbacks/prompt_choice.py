@@ -22,7 +22,7 @@ class PromptChoice(RolloutCallback):
     A share `explore` of the prompts comes in the data's order, so every one of N prompts is drawn
     within `ceil(N / (explore * prompts_per_round))` rounds. Data are always read whole before a
     run, streams too, so the choice is among all prompts. With `TailBatching(per_domain=...)` it is
-    among those of a domain. `DynamicSampling` beside it replaces what has no signal, as in GRESO.
+    among those of a domain. `DynamicSampling` beside it replaces what has no signal.
 
     Bias: prompts of medium difficulty are trained on more often than the data contain them, so the
     expected gradient is that of another mixture of prompts, which changes with the policy. Given a

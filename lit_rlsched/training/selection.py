@@ -10,7 +10,7 @@ import numpy as np
 from lit_rlsched.rollout.result import RoundResult, attempt, length_bias
 from lit_rlsched.scheduling.down_sampling import RULES, Rule, informative, random
 from lit_rlsched.training.round import Round, reward_matrix
-from lit_rlsched.types import Group, stable_hash
+from lit_rlsched.types import Completion, Group, stable_hash
 
 Reason = Literal[
     "unscored", "too_few_scores", "uninformative", "down_sampled", "nonfinite_advantage", "stale"
@@ -46,6 +46,18 @@ class Selection:
     full_scope: bool = False
     drop_uninformative: bool = True
     reward_range: tuple[float, float] | None = None
+    mask_truncated: bool = False
+
+    def may_keep(self, completion: Completion) -> bool:
+        """Whether the loss has this completion: what is masked teaches nothing."""
+        return not (self.mask_truncated and completion.finish_reason == "length")
+
+    def choices(self, groups: Sequence[Group], weights: Sequence[float]) -> np.ndarray:
+        """Rewards `[P, G]` of the completions that may be kept, NaN elsewhere."""
+        rewards = reward_matrix(groups, weights).numpy()
+        for group, row in zip(groups, rewards, strict=True):
+            row[[c.index for c in group.completions if not self.may_keep(c)]] = np.nan
+        return rewards
 
     def select(self, round: Round, weights: Sequence[float], by_group: bool, seed: int) -> None:
         """Drop the completions that are not selected, for each group by itself.
@@ -54,22 +66,22 @@ class Selection:
         `seed` is for the rule `random`.
         """
         scores = reward_matrix(round.groups, weights).numpy()
-        lacking = max(0, self.keep - scores.shape[1])
-        rewards = np.pad(scores, ((0, 0), (0, lacking)), constant_values=np.nan)
+        lacking = (0, 0), (0, max(0, self.keep - scores.shape[1]))
+        choices = np.pad(self.choices(round.groups, weights), lacking, constant_values=np.nan)
         if self.rule == "random":
             seeds = (stable_hash(seed, group.id) for group in round.groups)
             kept = np.array(
-                [random(row, self.keep, s) for row, s in zip(rewards, seeds, strict=True)]
+                [random(row, self.keep, s) for row, s in zip(choices, seeds, strict=True)]
             )
         else:
-            kept = RULES[self.rule](rewards, self.keep)
-        for group, row, indices in zip(round.groups, rewards, kept, strict=True):
+            kept = RULES[self.rule](choices, self.keep)
+        for group, row, indices in zip(round.groups, scores, kept, strict=True):
             chosen = indices[indices >= 0]
-            teaches = np.isfinite(row).sum() > 1
-            if self.drop_uninformative:
-                teaches = informative(row if self.full_scope else row[chosen])
+            compared = row if self.full_scope else row[chosen]
+            enough = np.isfinite(compared).sum() > 1
+            teaches = informative(compared) if self.drop_uninformative else enough
             if by_group and not teaches:
-                drop(group, row, "uninformative")
+                drop(group, row, "uninformative" if enough else "too_few_scores")
                 continue
             for completion in group.completions:
                 if completion.index not in chosen and not completion.dropped:
@@ -86,13 +98,14 @@ class Stop:
 
     def waits(self, group: Group) -> bool:
         """Whether enough completions have finished."""
-        return sum(c.finished for c in group.completions) >= self.selection.keep
+        done = [c for c in group.completions if c.finished and self.selection.may_keep(c)]
+        return len(done) >= self.selection.keep
 
     def stops(self, group: Group) -> bool:
         """Whether half of the `keep` have the minimum reward and the others the maximum."""
         assert self.selection.reward_range is not None
         keep, (low, high) = self.selection.keep, self.selection.reward_range
-        rewards = reward_matrix([group], self.weights)[0].numpy()
+        (rewards,) = self.selection.choices([group], self.weights)
         rewards = rewards[np.isfinite(rewards)]
         slack = 1e-9 * (high - low)  # for rounding of weighted sums
         if (rewards < low - slack).any() or (rewards > high + slack).any():

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 # for this import only: the package of the parent, even if another copy is installed
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,7 +19,11 @@ class Scores(Child):
     def serve(self) -> None:
         """Score batches until the parent closes the connection."""
         self._functions, setup = self.load()
-        runner: Any = None
+        if any(setup["is_async"][index] for index in self._functions):
+            import asyncio  # a third of the time that a worker takes to start
+
+            # one event loop for all calls: clients that functions keep open are bound to it
+            runner = asyncio.Runner()
         while True:
             try:
                 batch = pickle.loads(self.connection.recv_bytes())
@@ -38,10 +41,6 @@ class Scores(Child):
                         call.take(self._functions[index](**call.keywords()))
                     self._report(call)
             if waiting:
-                import asyncio  # a third of the time that a worker takes to start
-
-                # one event loop for all calls: clients that functions keep open are bound to it
-                runner = runner or asyncio.Runner()
                 runner.run(self._score_together(waiting))
 
     async def _score_together(self, waiting: Sequence[Call]) -> None:

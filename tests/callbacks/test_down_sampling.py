@@ -12,6 +12,7 @@ from seen_rounds import vector
 from lit_rlsched import GRPOModule, RLOOModule
 from lit_rlsched.callbacks import (
     DownSampling,
+    DynamicSampling,
     MicroGroupSampling,
     RolloutCallback,
     SortedBatching,
@@ -254,7 +255,21 @@ def test_a_step_without_anything_to_train_on_changes_no_weight(fit, tiny_model, 
     check_conservation(recorder, 4, 4)
 
 
-# Completions without a score.
+# Completions without a score, and those that the loss leaves out.
+
+
+@pytest.mark.parametrize("others", [[], [DynamicSampling()]], ids=["alone", "dynamic"])
+def test_what_is_masked_is_never_selected(fit, tiny_model, others):
+    recorder = Recorder()
+    settings = {"max_completion_length": 24, "mask_truncated_completions": True}
+    callbacks = [recorder, DownSampling(2), *others]
+    fit(GRPO(tiny_model), callbacks, reward_funcs=[spread()], num_generations=6, **settings)
+    groups = [g for r in recorder.rounds for g in r.groups]
+    drawn, left = ([c for g in groups for c in of(g)] for of in (lambda g: g.completions, kept))
+    assert {c.finish_reason for c in drawn} == {"stop", "length"}
+    assert {c.finish_reason for c in left} == {"stop"}
+    assert {len(kept(g)) for g in groups} == {0, 2}
+    assert (len(groups) > 4 * len(recorder.rounds)) == bool(others)
 
 
 def test_what_has_no_score_is_never_selected(fit, tiny_model):

@@ -246,7 +246,6 @@ def test_a_worker_that_ends_does_not_stop_rounds_whose_replies_have_their_step(r
         assert [c.dropped is not None for c in group.completions] == [bad and one for one in called]
 
 
-@pytest.mark.slow
 def test_one_session_is_enough_and_turns_are_limited(run):
     given = {"environment_factory": notes(), "max_tool_calling_iterations": 1}
     _, rounds = run(**given)

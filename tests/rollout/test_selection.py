@@ -111,6 +111,27 @@ def test_what_is_kept_of_a_group_follows_from_that_group_alone(groups, keep, rul
     ]
 
 
+@given(rounds(), st.integers(2, 6), st.sampled_from([*RULES]), st.data())
+def test_what_is_masked_is_chosen_as_little_as_what_has_no_score(groups, keep, rule, data):
+    unscored = [g.copy() for g in groups]
+    for g, other in zip(groups, unscored, strict=True):
+        for cut, same in zip(g.completions, other.completions, strict=True):
+            if data.draw(st.booleans()):
+                cut.finish_reason, same.scores = "length", [None]
+    for of in (groups, unscored):
+        Selection(keep, rule, mask_truncated=True).select(Round(0, 0, of), [1.0], True, 0)
+    chosen, others = ([[c.index for c in kept(g)] for g in of] for of in (groups, unscored))
+    assert chosen == others
+
+
+def test_a_group_does_not_stop_for_what_is_masked():
+    stop = Stop(Selection(2, reward_range=(0.0, 1.0), mask_truncated=True), [1.0])
+    mixed = group("a", {0: 0.0, 1: 1.0})
+    assert stop.waits(mixed) and stop.stops(mixed)
+    mixed.completions[0].finish_reason = "length"
+    assert not stop.waits(mixed) and not stop.stops(mixed)
+
+
 def test_random_varies_with_the_seed():
     sets = set()
     for seed in range(20):
