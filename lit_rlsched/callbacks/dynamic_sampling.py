@@ -59,13 +59,13 @@ class DynamicSampling(RolloutCallback):
             prompts: Prompts that it trains on.
             weights: Of the reward functions.
         """
-        compared = rewards = reward_matrix([group], weights)[0].numpy()
+        compared = rewards = reward_matrix([group], weights).numpy()
         selection = self._schedule and self._schedule.selection
         if selection and not selection.full_scope:
-            (compared,) = selection.choices([group], weights)
-        if informative(compared):
+            compared = selection.choices([group], rewards)
+        if informative(compared[0]):
             return False
-        drop(group, rewards, "uninformative")  # also where nothing replaces it
+        drop(group, rewards[0], "uninformative")  # also where nothing replaces it
         return due < self.max_num_gen_batches * prompts
 
     def on_round_end(self, trainer: Trainer, pl_module: LightningModule, round: Round) -> None:

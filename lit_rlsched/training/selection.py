@@ -52,12 +52,12 @@ class Selection:
         """Whether the loss has this completion: what is masked teaches nothing."""
         return not (self.mask_truncated and completion.finish_reason == "length")
 
-    def choices(self, groups: Sequence[Group], weights: Sequence[float]) -> np.ndarray:
-        """Rewards `[P, G]` of the completions that may be kept, NaN elsewhere."""
-        rewards = reward_matrix(groups, weights).numpy()
-        for group, row in zip(groups, rewards, strict=True):
+    def choices(self, groups: Sequence[Group], rewards: np.ndarray) -> np.ndarray:
+        """The rewards `[P, G]` of completions that may be kept, NaN in place of others."""
+        choices = rewards.copy()
+        for group, row in zip(groups, choices, strict=True):
             row[[c.index for c in group.completions if not self.may_keep(c)]] = np.nan
-        return rewards
+        return choices
 
     def select(self, round: Round, weights: Sequence[float], by_group: bool, seed: int) -> None:
         """Drop the completions that are not selected, for each group by itself.
@@ -67,7 +67,7 @@ class Selection:
         """
         scores = reward_matrix(round.groups, weights).numpy()
         lacking = (0, 0), (0, max(0, self.keep - scores.shape[1]))
-        choices = np.pad(self.choices(round.groups, weights), lacking, constant_values=np.nan)
+        choices = np.pad(self.choices(round.groups, scores), lacking, constant_values=np.nan)
         if self.rule == "random":
             seeds = (stable_hash(seed, group.id) for group in round.groups)
             kept = np.array(
@@ -105,7 +105,7 @@ class Stop:
         """Whether half of the `keep` have the minimum reward and the others the maximum."""
         assert self.selection.reward_range is not None
         keep, (low, high) = self.selection.keep, self.selection.reward_range
-        (rewards,) = self.selection.choices([group], self.weights)
+        rewards = self.selection.choices([group], reward_matrix([group], self.weights).numpy())
         rewards = rewards[np.isfinite(rewards)]
         slack = 1e-9 * (high - low)  # for rounding of weighted sums
         if (rewards < low - slack).any() or (rewards > high + slack).any():
