@@ -4,14 +4,12 @@
     python -m benchmarks run seconds --tasks short --seeds 0
 
 `short` is the task of `configs/smollm2.yaml`. `long` asks for steps, in rounds of 8 completions:
-few rows, where a CPU's step is flattest, as on a GPU. Each row is a run in a process of its own,
-whose weights are saved every few rounds and evaluated afterwards, all in the same way, so the clock
-sees no evaluation. `a core each`: the engine has a process and a thread of its own, else engine and
-trainer take turns on two threads.
+few rows, where a CPU's step is flattest, as on a GPU. Weights are saved every few rounds, which the
+clock sees, and evaluated after the run. `a core each`: the engine has a process and a thread of its
+own, else engine and trainer take turns on two threads.
 
-Figures are appended to `benchmarks/results/seconds.csv`. What is there for this CPU is not measured
-again. With `--rows` empty, only the table and the picture are made. Seconds to a target are those
-of the mean over the seeds, with the jackknife's errors; `times` is how many times as fast.
+What `benchmarks/results/seconds.csv` has for this CPU is not measured again; with `--rows` empty
+nothing is. Seconds are to the mean over the seeds; `times` is how many times as fast.
 """
 
 import json
@@ -52,38 +50,44 @@ _SHORT = Setting(
 )
 TASKS = {
     "short": _SHORT,
-    "long": replace(_SHORT, task="steps", rounds=60, prompts=2, generations=4, limit=512),
+    "long": replace(
+        _SHORT, task="steps", rounds=24, prompts=2, generations=4, limit=512, save_every=8
+    ),
 }
 APART: dict[str, Any] = {"threads": 1, "own_process": True}
 """A core each for engine and trainer."""
-STREAMED: dict[str, Any] = {"StreamedTraining": {}}
-ASYNC: dict[str, Any] = {"AsyncRollout": {}}
-FEWER: dict[str, Any] = {"DownSampling": {"keep": 4}}
-CHOICE: dict[str, Any] = {"PromptChoice": {}}
+
+
+def _calls(first: str, *others: str, **given: Any) -> dict[str, Any]:
+    return {"callbacks": {first: given} | {name: {} for name in others}}
+
+
 ROWS: dict[str, dict[str, Any]] = {
     "TRL": {},
     "plain": {},
     "plain, a core each": APART,
-    "RolloutWindow()": APART | {"callbacks": {"RolloutWindow": {}} | STREAMED},
-    "RolloutWindow(overtake=2)": APART
-    | {"callbacks": {"RolloutWindow": {"overtake": 2}} | STREAMED},
-    "SortedBatching(mode='partial')": APART
-    | {"callbacks": {"SortedBatching": {"mode": "partial"}} | STREAMED},
-    "AsyncRollout()": APART | {"callbacks": ASYNC},
-    "DownSampling(keep=4)": {"callbacks": FEWER},
-    "PromptChoice()": {"callbacks": CHOICE},
-    "DownSampling, PromptChoice": {"callbacks": FEWER | CHOICE},
-    "AsyncRollout, DownSampling": APART | {"callbacks": ASYNC | FEWER},
-    "AsyncRollout, DownSampling, PromptChoice": APART | {"callbacks": ASYNC | FEWER | CHOICE},
+    "RolloutWindow()": APART | _calls("RolloutWindow", "StreamedTraining"),
+    "RolloutWindow(overtake=2)": APART | _calls("RolloutWindow", "StreamedTraining", overtake=2),
+    "SortedBatching(partial)": APART | _calls("SortedBatching", "StreamedTraining", mode="partial"),
+    "AsyncRollout()": APART | _calls("AsyncRollout"),
+    "DownSampling(half)": _calls("DownSampling"),
+    "PromptChoice()": _calls("PromptChoice"),
+    "DownSampling, PromptChoice": _calls("DownSampling", "PromptChoice"),
+    "AsyncRollout, DownSampling": APART | _calls("AsyncRollout", "DownSampling"),
+    "AsyncRollout, PromptChoice": APART | _calls("AsyncRollout", "PromptChoice"),
+    "AsyncRollout, DownSampling, PromptChoice": APART
+    | _calls("AsyncRollout", "DownSampling", "PromptChoice"),
 }
 """What differs from the setting of the task. `StreamedTraining` is with all that allow it."""
-SHOWN = (
-    "TRL",
-    "plain",
-    "RolloutWindow(overtake=2)",
-    "AsyncRollout()",
-    "AsyncRollout, DownSampling",
-)
+SHOWN = ("TRL", "plain", "PromptChoice()", "AsyncRollout()", "DownSampling(half)")
+
+
+def setting_of(task: str, row: str, seed: int) -> Setting:
+    """Return the setting of a run; `DownSampling` trains on half of each group."""
+    setting = replace(TASKS[task], seed=seed, **ROWS[row])
+    half = {"keep": setting.generations // 2}
+    chosen = {n: half if n == "DownSampling" else given for n, given in setting.callbacks.items()}
+    return replace(setting, callbacks=chosen)
 
 
 def measure(row: str, setting: Setting) -> list[dict[str, float]]:
@@ -140,8 +144,8 @@ def table(runs: Runs) -> str:
     """Return Markdown: what each row needs to the target, and how many times as fast that is."""
     target = TARGET * mean(runs["plain"], "accuracy")[-1]
     bases = [row for row in ("TRL", "plain", "plain, a core each") if row in runs]
-    titles = ["last accuracy", "seconds", *(f"times {base}" for base in bases)]
-    titles += ["CPU seconds", "tokens drawn", "peak memory, MiB"]
+    titles = ["last accuracy", "seconds", "CPU seconds", "tokens drawn"]
+    titles += [*(f"times {base}" for base in bases), "peak memory, MiB"]
     lines = [
         f"Accuracy {target:.3f}, {TARGET:.0%} of plain GRPO's last; {len(runs['plain'])} seeds\n",
         f"| | {' | '.join(titles)} |",
@@ -150,10 +154,10 @@ def table(runs: Runs) -> str:
     for row in runs:
         of = partial(cost, name=row, target=target)
         cells = [results.with_error([run["accuracy"][-1] for run in runs[row]], 3)]
-        cells.append(with_jackknife(partial(of, column="seconds"), runs, 0))
+        spent = ("seconds", "cpu_seconds", "tokens")
+        cells += [with_jackknife(partial(of, column=column), runs, 0) for column in spent]
         faster = partial(times, row=row, target=target)
         cells += [with_jackknife(partial(faster, base=base), runs) for base in bases]
-        cells += [with_jackknife(partial(of, column=c), runs, 0) for c in ("cpu_seconds", "tokens")]
         cells.append(f"{max(run['peak_mib'][-1] for run in runs[row]):,.0f}")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -186,10 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if seed in measured(task).get(row, {}):
                     continue
                 print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
-                setting = replace(TASKS[task], seed=seed, **ROWS[row])
-                for point in measure(row, setting):
+                for point in measure(row, setting_of(task, row, seed)):
                     results.add(json.dumps([task, row, seed]), point)
-    found = {task: runs for task in options.tasks if (runs := complete(task))}
+    found = {task: runs for task in TASKS if (runs := complete(task))}
     for task, runs in found.items():
         print(f"{task} answers. {table(runs)}\n")
     if found:

@@ -154,13 +154,13 @@ def ratio(runs: Runs, name: str, reference: str, share: float, column: str) -> f
 
 
 def with_jackknife(of: Callable[[Runs], float], runs: Runs, digits: int = 2) -> str:
-    """Return a figure of the runs and its standard error over the seeds, which all have."""
-    n = min(map(len, runs.values()))
-    parts = (
-        [of({v: r[:i] + r[i + 1 :] for v, r in runs.items()}) for i in range(n)] if n > 1 else []
-    )
-    error = f" ± {math.sqrt((n - 1) * pvariance(parts)):,.{digits}f}" if parts else ""
-    return f"{of(runs):,.{digits}f}{error}"
+    """Return a figure of the runs and, where it has one, its standard error over the seeds."""
+    value, n = of(runs), min(map(len, runs.values()))
+    if math.isnan(value):
+        return "not reached"
+    parts = [of({v: r[:i] + r[i + 1 :] for v, r in runs.items()}) for i in range(n)]
+    error = math.sqrt((n - 1) * pvariance(parts)) if n > 1 else math.nan
+    return f"{value:,.{digits}f}" + ("" if math.isnan(error) else f" ± {error:,.{digits}f}")
 
 
 def table(runs: Runs, reference: str, share: float) -> str:
