@@ -31,9 +31,9 @@ class DownSampling(RolloutCallback):
         keep: Completions of each prompt to train on (the paper's m), at least 2.
         rule: `max_variance`, `max_reward`, `percentile` (evenly spaced over the sorted rewards) or
             `random`.
-        advantage_scope: Rewards that an advantage is relative to: those of the `selected`
-            completions (as in the paper) or of the `full` group, which keeps the sign that the
-            advantage has without selection.
+        advantage_scope: An advantage compares a reward with the `selected` ones (as in the paper)
+            or with the `full` group's. By default `full` with `mask_truncated_completions`, where
+            right answers beside cut ones teach to end in time, and else `selected`.
         drop_uninformative: Leave out groups whose compared rewards are all equal, also from the
             divisor of the loss. No effect on other `advantage`s than `group`.
         early_stop: Abort the rest of a group once its finished completions have the largest
@@ -60,7 +60,7 @@ class DownSampling(RolloutCallback):
         self,
         keep: int,
         rule: Rule = "max_variance",
-        advantage_scope: Literal["selected", "full"] = "selected",
+        advantage_scope: Literal["selected", "full"] | None = None,
         drop_uninformative: bool = True,
         early_stop: bool = False,
         reward_range: tuple[float, float] = (0.0, 1.0),
@@ -90,9 +90,9 @@ class DownSampling(RolloutCallback):
 
     def apply(self, schedule: Schedule, facts: RunFacts) -> None:
         """Set the selection."""
-        full = self.advantage_scope == "full"
-        stops_within = self.reward_range if self.early_stop else None
         masks = facts.settings.mask_truncated_completions
+        full = masks if self.advantage_scope is None else self.advantage_scope == "full"
+        stops_within = self.reward_range if self.early_stop else None
         self._selection = schedule.selection = Selection(
             self.keep, self.rule, full, self.drop_uninformative, stops_within, masks
         )

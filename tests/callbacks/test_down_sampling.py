@@ -258,18 +258,37 @@ def test_a_step_without_anything_to_train_on_changes_no_weight(fit, tiny_model, 
 # Completions without a score, and those that the loss leaves out.
 
 
+MASKED = {
+    "max_completion_length": 24,
+    "mask_truncated_completions": True,
+    "num_generations": 6,
+}
+
+
 @pytest.mark.parametrize("others", [[], [DynamicSampling()]], ids=["alone", "dynamic"])
 def test_what_is_masked_is_never_selected(fit, tiny_model, others):
     recorder = Recorder()
-    settings = {"max_completion_length": 24, "mask_truncated_completions": True}
-    callbacks = [recorder, DownSampling(2), *others]
-    fit(GRPO(tiny_model), callbacks, reward_funcs=[spread()], num_generations=6, **settings)
+    callbacks = [recorder, DownSampling(2, advantage_scope="selected"), *others]
+    fit(GRPO(tiny_model), callbacks, reward_funcs=[spread()], **MASKED)
     groups = [g for r in recorder.rounds for g in r.groups]
     drawn, left = ([c for g in groups for c in of(g)] for of in (lambda g: g.completions, kept))
     assert {c.finish_reason for c in drawn} == {"stop", "length"}
     assert {c.finish_reason for c in left} == {"stop"}
     assert {len(kept(g)) for g in groups} == {0, 2}
     assert (len(groups) > 4 * len(recorder.rounds)) == bool(others)
+
+
+@pytest.mark.parametrize("scope", [None, "selected"])
+def test_by_default_right_answers_beside_cut_ones_teach(fit, tiny_model, scope):
+    def ended(prompts, completions, finish_reasons, **kwargs):
+        return [float(reason == "stop") for reason in finish_reasons]
+
+    recorder = Recorder()
+    callbacks = [recorder, DownSampling(2, advantage_scope=scope)]
+    fit(GRPO(tiny_model), callbacks, reward_funcs=[ended], **MASKED)
+    left = [c for r in recorder.rounds for c in r.completions if c.dropped is None]
+    assert bool(left) == (scope is None)
+    assert all(c.finish_reason == "stop" and c.advantage > 0 for c in left)
 
 
 def test_what_has_no_score_is_never_selected(fit, tiny_model):

@@ -47,7 +47,10 @@ TERMS = filled(
     *(r"#", r"\frac{#}{#}", r"\sqrt{#}", r"#\sqrt{#}", r"\frac{#\pi}{#}", r"#\pi", r"#x", r"\pi"),
     *(r"\sqrt[3]{#}", r"#^{#}", r"x^2", r"(#x + #)^2", r"\frac{\sqrt{#}}{#}", r"# \times 10^4"),
 )
-SUMS = st.lists(TERMS, min_size=1, max_size=3).map(" + ".join)
+# of different forms, as 3/2 + 3/2 is 3
+SUMS = st.lists(TERMS, min_size=1, max_size=3, unique_by=lambda t: re.sub(r"\d+", "#", t)).map(
+    " + ".join
+)
 WHOLE = st.one_of(
     SUMS,
     st.builds(
