@@ -29,7 +29,7 @@ from benchmarks.common import CHAT, Setting, run_module
 from benchmarks.selection import Runs, cost, mean, with_jackknife
 
 TARGET = 0.9
-"""Share of the final accuracy of plain GRPO that a run is to reach."""
+"""Share of plain GRPO's final accuracy."""
 PICTURE = results.ROOT / "docs" / "images" / "seconds.png"
 _MODEL, _DATA = CHAT["model"]["init_args"], CHAT["data"]
 _SHORT = Setting(
@@ -171,8 +171,8 @@ def draw(tasks: Mapping[str, Runs]) -> None:
         for row in SHOWN:
             if row in runs:
                 panel.plot(mean(runs[row], "seconds"), mean(runs[row], "accuracy"), label=row)
-        panel.set(title=f"{task} answers", xlabel="seconds", ylim=(0, 1))
-    panels[0].set_ylabel("held-out accuracy")
+        title = f"{TASKS[task].completions} completions of up to {TASKS[task].limit} tokens a round"
+        panel.set(title=title, xlabel="seconds", ylabel="held-out accuracy", ylim=(0, 1))
     panels[-1].legend(fontsize="small", loc="lower right")
     figure.savefig(PICTURE)
 
