@@ -62,32 +62,30 @@ def _calls(first: str, *others: str, **given: Any) -> dict[str, Any]:
     return {"callbacks": {first: given} | {name: {} for name in others}}
 
 
-ROWS: dict[str, dict[str, Any]] = {
-    "TRL": {},
-    "plain": {},
-    "plain, a core each": APART,
-    "RolloutWindow()": APART | _calls("RolloutWindow", "StreamedTraining"),
-    "RolloutWindow(overtake=2)": APART | _calls("RolloutWindow", "StreamedTraining", overtake=2),
-    "SortedBatching(partial)": APART | _calls("SortedBatching", "StreamedTraining", mode="partial"),
-    "AsyncRollout()": APART | _calls("AsyncRollout"),
-    "DownSampling(half)": _calls("DownSampling"),
-    "PromptChoice()": _calls("PromptChoice"),
-    "DownSampling, PromptChoice": _calls("DownSampling", "PromptChoice"),
-    "AsyncRollout, DownSampling": APART | _calls("AsyncRollout", "DownSampling"),
-    "AsyncRollout, PromptChoice": APART | _calls("AsyncRollout", "PromptChoice"),
-    "AsyncRollout, DownSampling, PromptChoice": APART
-    | _calls("AsyncRollout", "DownSampling", "PromptChoice"),
-}
-"""What differs from the setting of the task. `StreamedTraining` is with all that allow it."""
+def rows(half: int) -> dict[str, dict[str, Any]]:
+    """Return what differs from the setting of a task with groups of twice `half` completions."""
+    return {
+        "TRL": {},
+        "plain": {},
+        "plain, a core each": APART,
+        "RolloutWindow()": APART | _calls("RolloutWindow", "StreamedTraining"),
+        "RolloutWindow(overtake=2)": APART
+        | _calls("RolloutWindow", "StreamedTraining", overtake=2),
+        "SortedBatching(partial)": APART
+        | _calls("SortedBatching", "StreamedTraining", mode="partial"),
+        "AsyncRollout()": APART | _calls("AsyncRollout"),
+        "DownSampling(half)": _calls("DownSampling", keep=half),
+        "PromptChoice()": _calls("PromptChoice"),
+        "DownSampling, PromptChoice": _calls("DownSampling", "PromptChoice", keep=half),
+        "AsyncRollout, DownSampling": APART | _calls("DownSampling", "AsyncRollout", keep=half),
+        "AsyncRollout, PromptChoice": APART | _calls("AsyncRollout", "PromptChoice"),
+        "AsyncRollout, DownSampling, PromptChoice": APART
+        | _calls("DownSampling", "AsyncRollout", "PromptChoice", keep=half),
+    }
+
+
+ROWS = {task: rows(setting.generations // 2) for task, setting in TASKS.items()}
 SHOWN = ("TRL", "plain", "PromptChoice()", "AsyncRollout()", "DownSampling(half)")
-
-
-def setting_of(task: str, row: str, seed: int) -> Setting:
-    """Return the setting of a run; `DownSampling` trains on half of each group."""
-    setting = replace(TASKS[task], seed=seed, **ROWS[row])
-    half = {"keep": setting.generations // 2}
-    chosen = {n: half if n == "DownSampling" else given for n, given in setting.callbacks.items()}
-    return replace(setting, callbacks=chosen)
 
 
 def measure(row: str, setting: Setting) -> list[dict[str, float]]:
@@ -136,7 +134,7 @@ def complete(task: str, cpu: str | None = None) -> Runs:
     """Return the rows that have all seeds of plain GRPO, each with its runs in their order."""
     rows = measured(task, cpu)
     seeds = sorted(rows.get("plain", {}))
-    kept = [row for row in ROWS if seeds and {*seeds} <= rows.get(row, {}).keys()]
+    kept = [row for row in ROWS[task] if seeds and {*seeds} <= rows.get(row, {}).keys()]
     return {row: [rows[row][seed] for seed in seeds] for row in kept}
 
 
@@ -181,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is missing, print the tables and draw the picture."""
     parser = results.parser("seconds", __doc__)
     results.add_cases(parser, TASKS, "tasks")
-    results.add_cases(parser, ROWS, "rows")
+    results.add_cases(parser, ROWS["short"], "rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs")
     options = results.parse(parser, arguments, _SHORT.model)
     for seed in options.seeds:
@@ -190,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if seed in measured(task).get(row, {}):
                     continue
                 print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
-                for point in measure(row, setting_of(task, row, seed)):
+                for point in measure(row, replace(TASKS[task], seed=seed, **ROWS[task][row])):
                     results.add(json.dumps([task, row, seed]), point)
     found = {task: runs for task in TASKS if (runs := complete(task))}
     for task, runs in found.items():
