@@ -10,7 +10,7 @@ from benchmarks.results import recording
 USAGE = """\
 usage: python -m benchmarks list
        python -m benchmarks run NAME [arguments]     (--help lists them)
-       python -m benchmarks page                     (writes docs/results.md from the figures)
+       python -m benchmarks page                     (writes docs/results.md and its picture)
 Run it in the root of the repository."""
 
 

@@ -1,6 +1,5 @@
-"""Write the tables of `docs/results.md` from the measured figures: `python -m benchmarks page`."""
+"""Write the tables and the picture of `docs/results.md` from the measured figures."""
 
-import csv
 import re
 from collections.abc import Callable
 
@@ -9,27 +8,19 @@ from benchmarks.papers import main as papers
 
 PAGE = results.ROOT / "docs/results.md"
 
-
-def _seconds(task: str, cpu: str) -> str:
-    return seconds.table(runs) if (runs := seconds.complete(task, cpu)) else ""
-
-
 TABLES: dict[str, Callable[[str, str], str]] = {
     "papers": papers.table_of_shape,
-    "seconds": _seconds,
+    "seconds": seconds.table,
 }
 
 
 def filled(name: str, part: str) -> str:
-    """Return a table with its source, from the CPU that has most rows of it."""
-    with (results.FOLDER / f"{name}.csv").open(newline="") as file:
-        lines = [*csv.DictReader(file)]
-    made = {cpu: TABLES[name](part, cpu) for cpu in dict.fromkeys(line["cpu"] for line in lines)}
-    cpu = max(made, key=lambda cpu: made[cpu].count("\n"))
-    commits = dict.fromkeys(
-        line["commit"] for line in lines if line["cpu"] == cpu and part in line["row"]
-    )
-    return f"{made[cpu]}\n\n{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
+    """Return a table with its source, from the CPU that has most figures of it."""
+    cpu = results.most_measured(name, part)
+    lines = [line for line in results.read(name, cpu) if part in line["row"]]
+    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    table = TABLES[name](part, cpu)
+    return f"{table}\n\n{cpu}. `python -m benchmarks run {name}`, {commits}."
 
 
 def page(text: str) -> str:
@@ -41,5 +32,7 @@ def page(text: str) -> str:
 
 
 def write() -> None:
-    """Write the page."""
+    """Write the page and draw its picture."""
     PAGE.write_text(page(PAGE.read_text()))
+    cpus = {task: results.most_measured("seconds", task) for task in seconds.TASKS}
+    seconds.draw({task: seconds.complete(task, cpu) for task, cpu in cpus.items()})

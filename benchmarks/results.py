@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -125,6 +126,13 @@ def read(name: str, of_cpu: str | None = None) -> Iterator[dict[str, str]]:
     if file.exists():
         with file.open(newline="") as opened:
             yield from (line for line in csv.DictReader(opened) if line["cpu"] == (of_cpu or cpu()))
+
+
+def most_measured(name: str, part: str) -> str:
+    """Return the CPU that has most figures of the rows that have this part in their name."""
+    with (FOLDER / f"{name}.csv").open(newline="") as file:
+        counted = Counter(line["cpu"] for line in csv.DictReader(file) if part in line["row"])
+    return max(counted, key=counted.__getitem__, default="")
 
 
 @cache

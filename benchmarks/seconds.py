@@ -9,7 +9,8 @@ clock sees, and evaluated after the run. `a core each`: the engine has a process
 own, else engine and trainer take turns on two threads.
 
 What `benchmarks/results/seconds.csv` has for this CPU is not measured again; with `--rows` empty
-nothing is. Seconds are to the mean over the seeds; `times` is how many times as fast.
+nothing is. `python -m benchmarks page` draws the picture. Seconds are to the mean over the seeds,
+`times` is how many times as fast, and `ms a token` is of whole runs.
 """
 
 import json
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,10 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
     side = "theirs" if row == "TRL" else "ours"
     with tempfile.TemporaryDirectory(prefix="lit-rlsched-seconds-", dir="runs") as name:
         folder, judge = Path(name, "run"), Path(name, "judge")
-        for module, where in ((side, folder), ("evaluate", judge)):
+        for module, where, threads in ((side, folder, setting.threads), ("evaluate", judge, 2)):
             where.mkdir()
-            given = json.dumps(asdict(setting)), str(where)
-            run_module(module, *given, name=f"{row} ({module})", threads=setting.threads)
+            given = json.dumps(asdict(replace(setting, threads=threads))), str(where)
+            run_module(module, *given, name=f"{row} ({module})", threads=threads)
         run, judged = (json.loads((f / "result.json").read_text()) for f in (folder, judge))
     results.check_rewards_differ(run["equal"], row)
     laps = [*zip(*run["laps"].values(), strict=True)]
@@ -138,12 +139,14 @@ def complete(task: str, cpu: str | None = None) -> Runs:
     return {row: [rows[row][seed] for seed in seeds] for row in kept}
 
 
-def table(runs: Runs) -> str:
-    """Return Markdown: what each row needs to the target, and how many times as fast that is."""
+def table(task: str, cpu: str | None = None) -> str:
+    """Return Markdown: what each row needs to the target; empty without plain rounds."""
+    if not (runs := complete(task, cpu)):
+        return ""
     target = TARGET * mean(runs["plain"], "accuracy")[-1]
     bases = [row for row in ("TRL", "plain", "plain, a core each") if row in runs]
     titles = ["last accuracy", "seconds", "CPU seconds", "tokens drawn"]
-    titles += [*(f"times {base}" for base in bases), "peak memory, MiB"]
+    titles += [*(f"times {base}" for base in bases), "ms a token", "peak memory, MiB"]
     lines = [
         f"Accuracy {target:.3f}, {TARGET:.0%} of plain GRPO's last; {len(runs['plain'])} seeds\n",
         f"| | {' | '.join(titles)} |",
@@ -156,45 +159,43 @@ def table(runs: Runs) -> str:
         cells += [with_jackknife(partial(of, column=column), runs, 0) for column in spent]
         faster = partial(times, row=row, target=target)
         cells += [with_jackknife(partial(faster, base=base), runs) for base in bases]
+        per = [1000 * run["seconds"][-1] / run["tokens"][-1] for run in runs[row]]
+        cells.append(results.with_error(per, 1))
         cells.append(f"{max(run['peak_mib'][-1] for run in runs[row]):,.0f}")
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(tasks: Mapping[str, Runs]) -> None:
-    """Draw the mean accuracy over seconds, a panel for each task."""
+    """Draw the mean accuracy over seconds, a panel for each task that has runs."""
+    tasks = {task: runs for task, runs in tasks.items() if runs}
     figure = Figure(figsize=(4.6 * len(tasks), 3.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for panel, (task, runs) in zip(panels, tasks.items(), strict=True):
-        for row in SHOWN:
-            if row in runs:
-                panel.plot(mean(runs[row], "seconds"), mean(runs[row], "accuracy"), label=row)
+        for row in filter(runs.get, SHOWN):
+            at, accuracy = mean(runs[row], "seconds"), mean(runs[row], "accuracy")
+            panel.plot(at, accuracy, f"C{SHOWN.index(row)}", label=row)
         title = f"{TASKS[task].completions} completions of up to {TASKS[task].limit} tokens a round"
         panel.set(title=title, xlabel="seconds", ylabel="held-out accuracy", ylim=(0, 1))
-    panels[-1].legend(fontsize="small", loc="lower right")
+        panel.legend(fontsize="small", loc="lower right")
     figure.savefig(PICTURE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is missing, print the tables and draw the picture."""
+    """Measure what is missing and print the tables of this CPU."""
     parser = results.parser("seconds", __doc__)
     results.add_cases(parser, TASKS, "tasks")
     results.add_cases(parser, ROWS["short"], "rows")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs")
     options = results.parse(parser, arguments, _SHORT.model)
-    for seed in options.seeds:
-        for task in options.tasks:
-            for row in options.rows:
-                if seed in measured(task).get(row, {}):
-                    continue
-                print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
-                for point in measure(row, replace(TASKS[task], seed=seed, **ROWS[task][row])):
-                    results.add(json.dumps([task, row, seed]), point)
-    found = {task: runs for task in TASKS if (runs := complete(task))}
-    for task, runs in found.items():
-        print(f"{task} answers. {table(runs)}\n")
-    if found:
-        draw(found)
+    for seed, task, row in product(options.seeds, options.tasks, options.rows):
+        if seed in measured(task).get(row, {}):
+            continue
+        print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
+        for point in measure(row, replace(TASKS[task], seed=seed, **ROWS[task][row])):
+            results.add(json.dumps([task, row, seed]), point)
+    for task in filter(table, TASKS):
+        print(f"{task} answers. {table(task)}\n")
 
 
 if __name__ == "__main__":
