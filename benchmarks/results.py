@@ -121,17 +121,16 @@ def add(row: object, figures: Mapping[str, object]) -> None:
 
 
 def read(name: str, of_cpu: str | None = None) -> Iterator[dict[str, str]]:
-    """Yield the lines that a CPU, by default this one, has written to the file of a benchmark."""
+    """Yield the lines that all CPUs, or one of them, have written to the file of a benchmark."""
     file = FOLDER / f"{name}.csv"
     if file.exists():
         with file.open(newline="") as opened:
-            yield from (line for line in csv.DictReader(opened) if line["cpu"] == (of_cpu or cpu()))
+            yield from (line for line in csv.DictReader(opened) if of_cpu in (None, line["cpu"]))
 
 
 def most_measured(name: str, part: str) -> str:
     """Return the CPU that has most figures of the rows that have this part in their name."""
-    with (FOLDER / f"{name}.csv").open(newline="") as file:
-        counted = Counter(line["cpu"] for line in csv.DictReader(file) if part in line["row"])
+    counted = Counter(line["cpu"] for line in read(name) if part in line["row"])
     return max(counted, key=counted.__getitem__, default="")
 
 

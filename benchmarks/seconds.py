@@ -118,7 +118,7 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
 def measured(task: str, cpu: str | None = None) -> dict[str, dict[int, dict[str, list[float]]]]:
     """Return what a CPU has measured: figures by row and seed, in the order of the rounds."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for line in results.read("seconds", cpu):
+    for line in results.read("seconds", cpu or results.cpu()):
         of, row, seed = json.loads(line["row"])
         if of == task:
             values = found.setdefault(row, {}).setdefault(seed, {}).setdefault(line["figure"], [])
@@ -194,8 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{task}, {row}, seed {seed} ...", file=sys.stderr, flush=True)
         for point in measure(row, replace(TASKS[task], seed=seed, **ROWS[task][row])):
             results.add(json.dumps([task, row, seed]), point)
-    for task in filter(table, TASKS):
-        print(f"{task} answers. {table(task)}\n")
+    for task in TASKS:
+        if text := table(task):
+            print(f"{task} answers. {text}\n")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ FIGURES = (
 def measured(seed: int, cpu: str | None = None) -> dict[str, dict[str, list[float]]]:
     """Return the figures of each row that a CPU has measured, in the order of time."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in results.read("papers", cpu):
+    for line in results.read("papers", cpu or results.cpu()):
         if json.loads(line["arguments"])["seed"] == seed:
             found[line["row"]][line["figure"]].append(float(line["value"]))
     return found
