@@ -22,12 +22,14 @@ from golden_trl import (
 )
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer as async_trl
 from trl.experimental.async_grpo import async_rollout_worker as worker
 from trl.trainer.utils import split_tensor_dict
 
 from lit_rlsched import RolloutDataModule
-from lit_rlsched.engines import TransformersEngine
+from lit_rlsched import trl as ours
+from lit_rlsched.engines import SimulatedEngine, TransformersEngine
 from lit_rlsched.training.advantages import (
     combine_rewards,
     group_relative,
@@ -434,3 +436,55 @@ def test_model_gradients(make_trl: MakeTRL, tiny_model: str) -> None:
     reference = dict(trl.trainer.model.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-4, atol=1e-6)
+
+
+class Recorded:
+    """Completions that TRL has drawn, as the lengths and tokens of a `SimulatedEngine`."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def token_ids(self, request: Any) -> list[int]:
+        return self.drawn[tuple(request.prompt_ids)][int(request.id.rpartition("/")[2])]
+
+    def __call__(self, request: Any) -> int:
+        return len(self.token_ids(request))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"lr_scheduler_type": "constant"}, {"gradient_accumulation_steps": 2}], ids=str
+)
+def test_trls_completions_lead_to_trls_weights(
+    given: dict[str, Any], tiny_model: str, tmp_path: Path
+) -> None:
+    """Four rounds with the settings of one script, from the prompts to the last optimizer step."""
+    recorded = Recorded()
+
+    class Theirs(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            for prompt, ids in zip(prompt_ids, output[0], strict=True):
+                recorded.drawn.setdefault(tuple(prompt), []).append(list(ids))
+            return output
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 3) for ids in completion_ids]
+
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 4}
+    settings |= {"max_completion_length": 32, "mask_truncated_completions": True, "use_cpu": True}
+    settings |= {"learning_rate": 1e-3, "max_grad_norm": 0.1, "shuffle_dataset": False, **given}
+    settings |= {"bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    rows = Dataset.from_dict({"prompt": [f"{i}+{j}=" for i in range(4) for j in range(4)]})
+    theirs = Theirs(tiny_model, reward, GRPOConfig(f"{tmp_path}/theirs", **settings), rows)
+    first = [one.clone() for one in theirs.model.parameters()]
+    theirs.train()
+    config = ours.GRPOConfig(f"{tmp_path}/ours", **settings)
+    trainer = ours.GRPOTrainer(tiny_model, reward, config, rows, engine=SimulatedEngine(recorded))
+    trainer.train()
+    lengths = [len(ids) for of in recorded.drawn.values() for ids in of]
+    assert min(lengths) < 32 == max(lengths) and trainer.state.global_step == 4
+    for mine, other, before in zip(
+        trainer.model.parameters(), theirs.model.parameters(), first, strict=True
+    ):
+        moved = (other - before).norm()
+        assert moved > 0 and (mine - other).norm() < 1e-3 * moved

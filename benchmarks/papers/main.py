@@ -35,7 +35,7 @@ from lit_rlsched.simulation.costs import Costs, calibrated, computed
 from lit_rlsched.simulation.pipeline import Machine
 from lit_rlsched.simulation.workload import Workload
 
-ROUNDS = 12
+ROUNDS = 8
 """Simulated rounds, and those that lengths and costs come from."""
 FIGURES = (
     "seconds",

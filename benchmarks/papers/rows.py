@@ -126,7 +126,7 @@ def rollouts(number: int) -> dict[str, Row]:
 
 
 SHAPES = {
-    "few rows": shape("few rows", 2, 4, rounds=12),
+    "few rows": shape("few rows", 2, 4, rounds=8),
     "16 slots": shape("16 slots", 4, 8, slots(16), rounds=4),
 }
 ROWS: dict[str, Row] = {

@@ -82,7 +82,7 @@ class PolicyModule(KeepsFloat32, PolicyCheckpoints, EvaluationSteps, KnownArgume
         weight_decay: AdamW's weight decay, which leaves biases and norms alone.
         optim: `adamw_torch` or `adamw_torch_fused`, the default on a GPU, where `adamw_torch` needs
             a temporary as large as the trained weights.
-        warmup_steps: Optimizer steps of linear learning-rate warm-up.
+        warmup_steps: Optimizer steps of linear learning-rate warm-up; it does not begin at zero.
         lr_scheduler_type: Schedule after the warm-up.
         gradient_clip_val: Maximum gradient norm; `None` or 0 switches clipping off.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.

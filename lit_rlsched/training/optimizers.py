@@ -110,15 +110,15 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
     `kind` is `constant` or a name of `transformers.get_scheduler`, `steps` the optimizer steps of
     the run, infinite or -1 if unknown.
     """
+    ahead = min(warmup_steps, 1)  # a warm-up that begins at zero would waste a round
     scheduler = get_scheduler(
         "constant_with_warmup" if kind == "constant" else kind,
         optimizer,
         num_warmup_steps=warmup_steps,
-        num_training_steps=int(steps) + 1 if math.isfinite(steps) else None,
+        num_training_steps=int(steps) + ahead if math.isfinite(steps) else None,
     )
-    # One step ahead, because a warm-up that begins at zero would waste a round.
     factor = scheduler.lr_lambdas[0]
-    return _Schedule(optimizer, lambda step: factor(step + 1))
+    return _Schedule(optimizer, lambda step: factor(step + ahead))
 
 
 class _Schedule(LambdaLR):
