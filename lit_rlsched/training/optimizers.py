@@ -117,8 +117,7 @@ def with_schedule(optimizer: AdamW, kind: str, warmup_steps: int, steps: float) 
         num_warmup_steps=warmup_steps,
         num_training_steps=int(steps) + ahead if math.isfinite(steps) else None,
     )
-    factor = scheduler.lr_lambdas[0]
-    return _Schedule(optimizer, lambda step: factor(step + ahead))
+    return _Schedule(optimizer, lambda step: scheduler.lr_lambdas[0](step + ahead))
 
 
 class _Schedule(LambdaLR):
