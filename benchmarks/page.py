@@ -17,10 +17,9 @@ TABLES: dict[str, Callable[[str, str], str]] = {
 def filled(name: str, part: str) -> str:
     """Return a table with its source, from the CPU that has most figures of it."""
     cpu = results.most_measured(name, part)
-    lines = [line for line in results.read(name, cpu) if part in line["row"]]
-    commits = ", ".join(dict.fromkeys(line["commit"] for line in lines))
+    commits = dict.fromkeys(one["commit"] for one in results.read(name, cpu) if part in one["row"])
     table = TABLES[name](part, cpu)
-    return f"{table}\n\n{cpu}. `python -m benchmarks run {name}`, {commits}."
+    return f"{table}\n\n{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
 
 
 def page(text: str) -> str:

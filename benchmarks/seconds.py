@@ -8,9 +8,8 @@ few rows, where a CPU's step is flattest, as on a GPU. Weights are saved every f
 clock sees, and evaluated after the run. `a core each`: the engine has a process and a thread of its
 own, else engine and trainer take turns on two threads.
 
-What `benchmarks/results/seconds.csv` has for this CPU is not measured again; with `--rows` empty
-nothing is. `python -m benchmarks page` draws the picture. Seconds are to the mean over the seeds,
-`times` is how many times as fast, and `ms a token` is of whole runs.
+What `benchmarks/results/seconds.csv` has for this CPU is not measured again. `times` is how many
+times as fast, and `ms a token` is of whole runs. `python -m benchmarks page` draws the picture.
 """
 
 import json
@@ -167,14 +166,16 @@ def table(task: str, cpu: str | None = None) -> str:
 
 
 def draw(tasks: Mapping[str, Runs]) -> None:
-    """Draw the mean accuracy over seconds, a panel for each task that has runs."""
+    """Draw the accuracy over seconds, mean and each seed, a panel for each task with runs."""
     tasks = {task: runs for task, runs in tasks.items() if runs}
     figure = Figure(figsize=(4.6 * len(tasks), 3.2), layout="constrained", dpi=150)
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for panel, (task, runs) in zip(panels, tasks.items(), strict=True):
         for row in filter(runs.get, SHOWN):
-            at, accuracy = mean(runs[row], "seconds"), mean(runs[row], "accuracy")
-            panel.plot(at, accuracy, f"C{SHOWN.index(row)}", label=row)
+            of, color = runs[row], f"C{SHOWN.index(row)}"
+            for run in of:
+                panel.plot(run["seconds"], run["accuracy"], color, alpha=0.25)
+            panel.plot(mean(of, "seconds"), mean(of, "accuracy"), f"{color}.-", label=row)
         title = f"{TASKS[task].completions} completions of up to {TASKS[task].limit} tokens a round"
         panel.set(title=title, xlabel="seconds", ylabel="held-out accuracy", ylim=(0, 1))
         panel.legend(fontsize="small", loc="lower right")

@@ -14,15 +14,20 @@ def names(parts):
 
 
 def test_parts_are_as_large_as_a_micro_batch_in_the_order_of_decoding():
-    parts = Parts(0, update_prompts=6, part_tokens=20)
-    a, b, c, d, e = map(group, "abcde")
-    assert names(parts.ready([a])) == []
-    assert names(parts.ready([a, b, c])) == ["ab"]
-    assert names(parts.ready([a, b, c, d, e])) == ["cd"]  # `e` waits for another
+    parts = Parts(0.5, update_prompts=6, part_tokens=20)
+    a, b, c, d, e, f = map(group, "abcdef")
+    assert names(parts.ready([a, b])) == []
+    assert names(parts.ready([a, b, c])) == ["abc"]
+    assert names(parts.ready([a, b, c, d, e, f])) == ["de"]  # `f` waits for another
+
+
+def test_an_update_of_one_micro_batch_is_cut_by_the_share():
+    parts = Parts(0.5, update_prompts=4, part_tokens=2048)
+    assert names(parts.ready([group(name) for name in "abc"])) == ["ab"]
 
 
 def test_the_tokens_of_each_part_are_counted_from_zero():
-    parts = Parts(0, update_prompts=6, part_tokens=21)
+    parts = Parts(0.5, update_prompts=6, part_tokens=21)
     assert names(parts.ready([group(name) for name in "abcdef"])) == ["abc", "def"]
 
 

@@ -6,19 +6,18 @@ from lit_rlsched.types import Group, Sample
 
 
 class Parts:
-    """Cuts the groups that a round will train on into parts, each as large as a micro-batch.
+    """Cuts the groups that a round will train on into parts.
 
-    RollPacker's stream trainer. The first part waits for the share `start` of an update's prompts.
-    Parts depend only on the order in which groups are decoded, not on when scores arrive or how
-    fast the trainer is, so that a repeated run is equal bit for bit.
+    RollPacker's stream trainer. A part is the share `start` of an update's prompts, or a
+    micro-batch if that is less; the first waits for the share. They depend only on the order of
+    decoding, not on when scores arrive, so that a repeated run is equal bit for bit.
     """
 
     def __init__(self, start: float, update_prompts: int, part_tokens: int) -> None:
-        self._first = start * update_prompts
+        self._share = start * update_prompts
         self._part_tokens = part_tokens
         self._taken: set[str] = set()
         self._pending: list[Group] = []
-        self._tokens = 0  # of `_pending`
 
     def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
         """Yield the parts that have become ready; more scores may arrive between two of them."""
@@ -29,7 +28,8 @@ class Parts:
                 return  # later groups may belong to its part
             self._taken.add(group.id)
             self._pending.append(group)
-            self._tokens += sum(len(Sample(group, c)) for c in group.completions)
-            if len(self._taken) >= self._first and self._tokens >= self._part_tokens:
-                part, self._pending, self._tokens = self._pending, [], 0
+            tokens = sum(len(Sample(each, c)) for each in self._pending for c in each.completions)
+            full = tokens >= self._part_tokens or len(self._pending) >= self._share
+            if full and len(self._taken) >= self._share:
+                part, self._pending = self._pending, []
                 yield part
