@@ -283,7 +283,7 @@ class StreamedTraining(RolloutCallback):
 
     Args:
         start: Share of an update's prompts that must be ready before the first gradients are
-            computed.
+            computed; later ones wait for as many, or for a micro-batch if that is less.
 
     Raises:
         UsageError: `start` is out of range.

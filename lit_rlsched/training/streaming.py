@@ -14,10 +14,10 @@ class Parts:
     """
 
     def __init__(self, start: float, update_prompts: int, part_tokens: int) -> None:
-        self._share = start * update_prompts
-        self._part_tokens = part_tokens
+        self._share, self._part_tokens = start * update_prompts, part_tokens
         self._taken: set[str] = set()
         self._pending: list[Group] = []
+        self._tokens = 0  # of `_pending`
 
     def ready(self, final_groups: Sequence[Group]) -> Iterator[list[Group]]:
         """Yield the parts that have become ready; more scores may arrive between two of them."""
@@ -28,8 +28,8 @@ class Parts:
                 return  # later groups may belong to its part
             self._taken.add(group.id)
             self._pending.append(group)
-            tokens = sum(len(Sample(each, c)) for each in self._pending for c in each.completions)
-            full = tokens >= self._part_tokens or len(self._pending) >= self._share
+            self._tokens += sum(len(Sample(group, c)) for c in group.completions)
+            full = self._tokens >= self._part_tokens or len(self._pending) >= self._share
             if full and len(self._taken) >= self._share:
-                part, self._pending = self._pending, []
+                part, self._pending, self._tokens = self._pending, [], 0
                 yield part
