@@ -9,6 +9,7 @@ from golden_trl import Dataset, GRPOConfig, GRPOTrainer
 from tool_families import of_family, small_model, tokenizer_of
 from trl_worlds import Echo, Words, reward_of
 
+from lit_rlsched.data.messages import strftime_now
 from lit_rlsched.data.prompts import make_prompts
 from lit_rlsched.data.rows import load_rows
 from lit_rlsched.environments.chat import ToolChat
@@ -102,6 +103,7 @@ def of_trl(policy, tokenizer, factory, rewards, rows, turns, folder):
         beta=0.0,
         loss_type="dapo",
         disable_dropout=True,
+        chat_template_kwargs={"strftime_now": strftime_now},  # as here, the same after midnight
     )
     seen = []
 
