@@ -10,16 +10,16 @@ PAGE = results.ROOT / "docs/results.md"
 
 TABLES: dict[str, Callable[[str, str], str]] = {
     "papers": papers.table_of_shape,
-    "seconds": seconds.table,
+    "seconds": seconds.tables,
 }
 
 
 def filled(name: str, part: str) -> str:
     """Return a table with its source, from the CPU that has most figures of it."""
     cpu = results.most_measured(name, part)
-    commits = dict.fromkeys(one["commit"] for one in results.read(name, cpu) if part in one["row"])
-    table = TABLES[name](part, cpu)
-    return f"{table}\n\n{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
+    commits = dict.fromkeys(line["commit"] for line in results.read(name, cpu, part))
+    source = f"{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
+    return f"{TABLES[name](part, cpu)}\n\n{source}"
 
 
 def page(text: str) -> str:

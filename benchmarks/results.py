@@ -120,17 +120,19 @@ def add(row: object, figures: Mapping[str, object]) -> None:
         writer.writerows([*same, name, value] for name, value in figures.items())
 
 
-def read(name: str, of_cpu: str | None = None) -> Iterator[dict[str, str]]:
-    """Yield the lines that all CPUs, or one of them, have written to the file of a benchmark."""
+def read(name: str, of_cpu: str | None = None, part: str = "") -> Iterator[dict[str, str]]:
+    """Yield what all CPUs, or one, have written of the rows that this task or shape begins."""
     file = FOLDER / f"{name}.csv"
     if file.exists():
         with file.open(newline="") as opened:
-            yield from (line for line in csv.DictReader(opened) if of_cpu in (None, line["cpu"]))
+            for line in csv.DictReader(opened):
+                if of_cpu in (None, line["cpu"]) and line["row"].lstrip('["').startswith(part):
+                    yield line
 
 
 def most_measured(name: str, part: str) -> str:
-    """Return the CPU that has most figures of the rows that have this part in their name."""
-    counted = Counter(line["cpu"] for line in read(name) if part in line["row"])
+    """Return the CPU that has most figures of a task or shape."""
+    counted = Counter(line["cpu"] for line in read(name, part=part))
     return max(counted, key=counted.__getitem__, default="")
 
 

@@ -8,8 +8,7 @@ few rows, where a CPU's step is flattest, as on a GPU. Weights are saved every f
 clock sees, and evaluated after the run. `a core each`: the engine has a process and a thread of its
 own, else engine and trainer take turns on two threads.
 
-What `benchmarks/results/seconds.csv` has for this CPU is not measured again. `times` is how many
-times as fast, and `ms a token` is of whole runs. `python -m benchmarks page` draws the picture.
+What `seconds.csv` has for this CPU is not measured again. `python -m benchmarks page` draws it.
 """
 
 import json
@@ -58,7 +57,7 @@ APART: dict[str, Any] = {"threads": 1, "own_process": True}
 """A core each for engine and trainer."""
 
 
-def _calls(first: str, *others: str, **given: Any) -> dict[str, Any]:
+def _with(first: str, *others: str, **given: Any) -> dict[str, Any]:
     return {"callbacks": {first: given} | {name: {} for name in others}}
 
 
@@ -68,19 +67,18 @@ def rows(half: int) -> dict[str, dict[str, Any]]:
         "TRL": {},
         "plain": {},
         "plain, a core each": APART,
-        "RolloutWindow()": APART | _calls("RolloutWindow", "StreamedTraining"),
-        "RolloutWindow(overtake=2)": APART
-        | _calls("RolloutWindow", "StreamedTraining", overtake=2),
+        "RolloutWindow()": APART | _with("RolloutWindow", "StreamedTraining"),
+        "RolloutWindow(overtake=2)": APART | _with("RolloutWindow", "StreamedTraining", overtake=2),
         "SortedBatching(partial)": APART
-        | _calls("SortedBatching", "StreamedTraining", mode="partial"),
-        "AsyncRollout()": APART | _calls("AsyncRollout"),
-        "DownSampling(half)": _calls("DownSampling", keep=half),
-        "PromptChoice()": _calls("PromptChoice"),
-        "DownSampling, PromptChoice": _calls("DownSampling", "PromptChoice", keep=half),
-        "AsyncRollout, DownSampling": APART | _calls("DownSampling", "AsyncRollout", keep=half),
-        "AsyncRollout, PromptChoice": APART | _calls("AsyncRollout", "PromptChoice"),
+        | _with("SortedBatching", "StreamedTraining", mode="partial"),
+        "AsyncRollout()": APART | _with("AsyncRollout"),
+        "DownSampling(half)": _with("DownSampling", keep=half),
+        "PromptChoice()": _with("PromptChoice"),
+        "DownSampling, PromptChoice": _with("DownSampling", "PromptChoice", keep=half),
+        "AsyncRollout, DownSampling": APART | _with("DownSampling", "AsyncRollout", keep=half),
+        "AsyncRollout, PromptChoice": APART | _with("AsyncRollout", "PromptChoice"),
         "AsyncRollout, DownSampling, PromptChoice": APART
-        | _calls("DownSampling", "AsyncRollout", "PromptChoice", keep=half),
+        | _with("DownSampling", "AsyncRollout", "PromptChoice", keep=half),
     }
 
 
@@ -117,11 +115,10 @@ def measure(row: str, setting: Setting) -> list[dict[str, float]]:
 def measured(task: str, cpu: str | None = None) -> dict[str, dict[int, dict[str, list[float]]]]:
     """Return what a CPU has measured: figures by row and seed, in the order of the rounds."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for line in results.read("seconds", cpu or results.cpu()):
-        of, row, seed = json.loads(line["row"])
-        if of == task:
-            values = found.setdefault(row, {}).setdefault(seed, {}).setdefault(line["figure"], [])
-            values.append(float(line["value"]))
+    for line in results.read("seconds", cpu or results.cpu(), task):
+        _, row, seed = json.loads(line["row"])
+        values = found.setdefault(row, {}).setdefault(seed, {}).setdefault(line["figure"], [])
+        values.append(float(line["value"]))
     return found
 
 
@@ -130,18 +127,22 @@ def times(runs: Runs, row: str, target: float, base: str) -> float:
     return cost(runs, base, target, "seconds") / cost(runs, row, target, "seconds")
 
 
-def complete(task: str, cpu: str | None = None) -> Runs:
-    """Return the rows that have all seeds of plain GRPO, each with its runs in their order."""
+def complete(task: str, cpu: str | None = None, most: int | None = 3) -> Runs:
+    """Return the rows that have all of the first seeds of plain GRPO, each with those runs."""
     rows = measured(task, cpu)
-    seeds = sorted(rows.get("plain", {}))
+    seeds = sorted(rows.get("plain", {}))[:most]
     kept = [row for row in ROWS[task] if seeds and {*seeds} <= rows.get(row, {}).keys()]
     return {row: [rows[row][seed] for seed in seeds] for row in kept}
 
 
-def table(task: str, cpu: str | None = None) -> str:
-    """Return Markdown: what each row needs to the target; empty without plain rounds."""
-    if not (runs := complete(task, cpu)):
-        return ""
+def tables(task: str, cpu: str | None = None) -> str:
+    """Return a table of the first three seeds, and one of all seeds if plain GRPO has more."""
+    runs = {len(of["plain"]): of for most in (3, None) if (of := complete(task, cpu, most))}
+    return "\n\n".join(map(table, runs.values()))
+
+
+def table(runs: Runs) -> str:
+    """Return Markdown: what each row needs to the target."""
     target = TARGET * mean(runs["plain"], "accuracy")[-1]
     bases = [row for row in ("TRL", "plain", "plain, a core each") if row in runs]
     titles = ["last accuracy", "seconds", "CPU seconds", "tokens drawn"]
@@ -178,7 +179,7 @@ def draw(tasks: Mapping[str, Runs]) -> None:
             panel.plot(mean(of, "seconds"), mean(of, "accuracy"), f"{color}.-", label=row)
         title = f"{TASKS[task].completions} completions of up to {TASKS[task].limit} tokens a round"
         panel.set(title=title, xlabel="seconds", ylabel="held-out accuracy", ylim=(0, 1))
-        panel.legend(fontsize="small", loc="lower right")
+        panel.legend(fontsize="small")
     figure.savefig(PICTURE)
 
 
@@ -196,9 +197,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for point in measure(row, replace(TASKS[task], seed=seed, **ROWS[task][row])):
             results.add(json.dumps([task, row, seed]), point)
     for task in TASKS:
-        if text := table(task):
+        if text := tables(task):
             print(f"{task} answers. {text}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -151,7 +151,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(before.get(plain, {}).get("seconds", ())) < options.repeats and plain in wanted:
             simulate(rows, folder_of(plain))
     print(table(measured(options.seed)))
-
-
-if __name__ == "__main__":
-    main()
