@@ -87,7 +87,7 @@ def shape(name: str, prompts: int, generations: int, *more: Any, rounds: int) ->
     """Return the rows of the papers' table for one shape of a round.
 
     Engine and trainer have a core each, and all rewards of a group differ. A window begins with
-    nothing in flight, so two rounds are warm-up; a pool is measured whole, after the first one.
+    nothing in flight, so two rounds are warm-up; one pool is measured, after the first one.
     """
     rows = {}
     waits = {"prompts_in_flight": 2 * prompts, "too_old": "wait"}
@@ -100,7 +100,7 @@ def shape(name: str, prompts: int, generations: int, *more: Any, rounds: int) ->
             own_process=True,
             prompts=prompts,
             generations=generations,
-            rounds=-(-rounds // cycle) * cycle,
+            rounds=cycle if cycle > 1 else rounds,
             warm_up=max(2, cycle),
             after=1,
             reward=distinct,
