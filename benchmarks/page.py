@@ -8,18 +8,23 @@ from benchmarks.papers import main as papers
 
 PAGE = results.ROOT / "docs/results.md"
 
-TABLES: dict[str, Callable[[str, str], str]] = {
-    "papers": papers.table_of_shape,
-    "seconds": seconds.tables,
+TABLES: dict[str, tuple[Callable[[str, str], str], int]] = {
+    "papers": (papers.table_of_shape, 2),
+    "seconds": (seconds.tables, 1),
 }
+"""What makes the tables of a CPU, and of how many CPUs the page shows them."""
 
 
 def filled(name: str, part: str) -> str:
-    """Return a table with its source, from the CPU that has most figures of it."""
-    cpu = results.most_measured(name, part)
-    commits = dict.fromkeys(line["commit"] for line in results.read(name, cpu, part))
-    source = f"{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
-    return f"{TABLES[name](part, cpu)}\n\n{source}"
+    """Return the tables with their sources, from the CPUs that have most figures of them."""
+    make, most = TABLES[name]
+    said = []
+    for cpu in results.cpus(name, part)[:most]:
+        if table := make(part, cpu):
+            commits = dict.fromkeys(line["commit"] for line in results.read(name, cpu, part))
+            source = f"{cpu}. `python -m benchmarks run {name}`, {', '.join(commits)}."
+            said.append(f"{table}\n\n{source}")
+    return "\n\n".join(said)
 
 
 def page(text: str) -> str:
@@ -33,5 +38,5 @@ def page(text: str) -> str:
 def write() -> None:
     """Write the page and draw its picture."""
     PAGE.write_text(page(PAGE.read_text()))
-    cpus = {task: results.most_measured("seconds", task) for task in seconds.TASKS}
+    cpus = {task: results.cpus("seconds", task)[0] for task in seconds.TASKS}
     seconds.draw({task: seconds.complete(task, cpu) for task, cpu in cpus.items()})

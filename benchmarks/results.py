@@ -130,10 +130,10 @@ def read(name: str, of_cpu: str | None = None, part: str = "") -> Iterator[dict[
                     yield line
 
 
-def most_measured(name: str, part: str) -> str:
-    """Return the CPU that has most figures of a task or shape."""
+def cpus(name: str, part: str) -> list[str]:
+    """Return the CPUs that have figures of a task or shape, those with most figures first."""
     counted = Counter(line["cpu"] for line in read(name, part=part))
-    return max(counted, key=counted.__getitem__, default="")
+    return [cpu for cpu, _ in counted.most_common()]
 
 
 @cache

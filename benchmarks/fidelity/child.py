@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning import seed_everything
@@ -10,12 +9,7 @@ from lightning import seed_everything
 from benchmarks.fidelity.rows import LIMIT, ROWS, SCALE, Row
 from benchmarks.ours import make_trainer
 from benchmarks.papers.child import PROMPTS as ALL
-from benchmarks.papers.child import (
-    TASK,
-    GivenLengths,
-    drafts_end_at,
-    read_lengths,
-)
+from benchmarks.papers.child import TASK, GivenLengths, drafts_end_at, read_lengths
 from benchmarks.papers.rows import MODEL, alike, distinct
 from lit_rlsched import GRPOModule, RolloutDataModule
 from lit_rlsched.callbacks import RolloutLogger
@@ -24,29 +18,16 @@ from lit_rlsched.engines import ProcessEngine
 from lit_rlsched.processes import keep_heap
 
 
-def scaled_lengths() -> dict[tuple[str, int], int]:
-    """Return the length of each completion by the prompt's uid and its own index."""
-    return {key: -(-length // SCALE) for key, length in read_lengths().items()}
-
-
-class ScaledLengths(GivenLengths):
-    """vLLM whose completions have these lengths."""
-
-    def start(self, spec: Any) -> None:
-        super().start(spec)
-        self._lengths = scaled_lengths()
-
-
 def run(row: Row, seed: int, folder: Path) -> None:
     """Train some rounds; the folder gets their traces."""
     keep_heap()
-    drafts_end_at(scaled_lengths())
+    drafts_end_at(read_lengths(SCALE))
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
     data = RolloutDataModule(
         ReasoningGym(TASK, "train", ALL).rows(),
         [distinct if row.trains else alike],
-        engine=ProcessEngine(ScaledLengths()),
+        engine=ProcessEngine(GivenLengths(SCALE)),
         num_engines=row.engines,
         prompts_per_round=row.prompts,
         num_generations=row.generations,

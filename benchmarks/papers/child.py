@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,19 +31,26 @@ TASK, PROMPTS = "gsm_symbolic", 32
 ROLLOUT = ("decode_steps", "tokens", "slot_steps", "idle_slot_steps", "peak_kv_tokens")
 
 
-def read_lengths() -> dict[tuple[str, int], int]:
-    """Return the recorded length of each completion by the prompt's uid and its own index."""
-    return {(uid, i): n for uid, of in recorded_lengths().items() for i, n in enumerate(of)}
+def read_lengths(scale: int) -> dict[tuple[str, int], int]:
+    """Return each completion's length, divided by this, by the prompt's uid and its own index."""
+    recorded = recorded_lengths().items()
+    return {(uid, i): -(-n // scale) for uid, of in recorded for i, n in enumerate(of)}
 
 
 class GivenLengths(VLLMEngine):
     """vLLM whose completions have the recorded lengths.
 
     Tokens are drawn as always. EOS does not end a completion, its recorded length does.
+
+    Args:
+        scale: What the recorded lengths are divided by.
     """
 
+    def __init__(self, scale: int) -> None:
+        super().__init__()
+        self._lengths = read_lengths(scale)
+
     def start(self, spec: Any) -> None:
-        self._lengths = read_lengths()
         self._ends: set[str] = set()
         """Requests that run to their recorded length."""
         super().start(spec)
@@ -114,14 +122,14 @@ class Clock(RolloutCallback):
 
 def data_of(row: Row, seed: int) -> RolloutDataModule:
     """Return the data module of a row."""
-    engine: Any = GivenLengths()
+    engine: Any = GivenLengths(row.scale)
     return RolloutDataModule(
         ReasoningGym(TASK, "train", PROMPTS).rows(),
         [row.reward],
         engine=ProcessEngine(engine) if row.own_process else engine,
         prompts_per_round=row.prompts,
         num_generations=row.generations,
-        max_completion_length=row.limit,
+        max_completion_length=512 // row.scale,
         micro_batch_tokens=2048,
         steps_per_round=row.steps,
         seed=seed,
@@ -131,7 +139,7 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
 def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     """Train some rounds and return the means over those that are measured; keep their traces."""
     keep_heap()
-    drafts_end_at(read_lengths())
+    drafts_end_at(read_lengths(row.scale))
     torch.set_num_threads(row.threads)
     seed_everything(seed, verbose=False)
     module = GRPOModule(MODEL, learning_rate=1e-6)
@@ -146,8 +154,16 @@ def run(row: Row, seed: int, folder: Path) -> dict[str, Any]:
     peaks = (
         resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    figures = means(clock.rounds[row.warm_up :][: row.rounds])
+    figures = means(whole_pools(clock.rounds, row))
     return {**figures, "peak_mib": sum(peaks) / 1024, "rounds": clock.rounds}
+
+
+def whole_pools(rounds: Sequence[Mapping[str, float]], row: Row) -> Sequence[Mapping[str, float]]:
+    """Return the measured rounds: from the end of a pool to that of another one."""
+    size = row.prompts * row.generations * row.pool
+    drawn = accumulate(each["completions"] for each in rounds[: row.warm_up + row.rounds])
+    ends = [i for i, number in enumerate(drawn, 1) if i >= row.warm_up and number % size == 0]
+    return rounds[ends[0] : ends[-1]]
 
 
 def means(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -55,16 +55,19 @@ class Row:
     """Whether the engine has a process of its own, with one thread."""
     prompts: int = 4
     generations: int = 8
-    limit: int = 512
+    scale: int = 1
+    """What the recorded lengths are divided by, and the limit of 512 tokens."""
     steps: int = 1
     """Optimizer steps of a pass over a round."""
     rounds: int = 3
-    """Measured rounds."""
+    """Measured rounds, at most."""
     warm_up: int = 1
     """Rounds before them."""
     reward: Callable[..., list[float]] = alike
     after: int = 0
     """Rounds after them: nothing is drawn beside the last update of a run."""
+    pool: int = 1
+    """Rounds of prompts that are drawn together; only whole pools are measured."""
 
 
 SCHEDULES: dict[str, tuple[Any, ...]] = {
@@ -83,34 +86,33 @@ SCHEDULES: dict[str, tuple[Any, ...]] = {
 """Callbacks of the papers' table."""
 
 
-def shape(name: str, prompts: int, generations: int, *more: Any, rounds: int) -> dict[str, Row]:
+def shape(
+    name: str, prompts: int, generations: int, *more: Any, rounds: int, scale: int = 1
+) -> dict[str, Row]:
     """Return the rows of the papers' table for one shape of a round.
 
     Engine and trainer have a core each, and all rewards of a group differ. A window begins with
-    nothing in flight, so two rounds are warm-up; one pool is measured, after the first one.
+    nothing in flight, so two rounds are warm-up; with pools, the first pool is.
     """
     rows = {}
     waits = {"prompts_in_flight": 2 * prompts, "too_old": "wait"}
     every = SCHEDULES | {f"AsyncRollout({2 * prompts}, wait)": (("AsyncRollout", waits),)}
     for how, names in every.items():
-        cycle = {"SortedBatching": 4, "TailBatching": 5}.get(how.split("(")[0].split(",")[0], 1)
+        pool = {"SortedBatching": 4, "TailBatching": 5}.get(how.split("(")[0].split(",")[0], 1)
         rows[f"{name}, {how}"] = Row(
             callbacks(*more, *names),
             threads=1,
             own_process=True,
             prompts=prompts,
             generations=generations,
-            rounds=cycle if cycle > 1 else rounds,
-            warm_up=max(2, cycle),
+            scale=scale,
+            rounds=2 * pool - 2 if pool > 1 else rounds,
+            warm_up=2,
             after=1,
+            pool=pool,
             reward=distinct,
         )
     return rows
-
-
-def longest_first(number: int) -> tuple[Any, ...]:
-    """Return callbacks that begin with the completions that are expected to be longest."""
-    return slots(number, order="longest_first"), "LengthPrediction"
 
 
 def rollouts(number: int) -> dict[str, Row]:
@@ -119,7 +121,7 @@ def rollouts(number: int) -> dict[str, Row]:
     made = {
         "in turn": callbacks(slots(number, refill="rounds")),
         "continuous": callbacks(here),
-        "longest first": callbacks(*longest_first(number)),
+        "longest first": callbacks(slots(number, order="longest_first"), "LengthPrediction"),
         "RolloutWindow": callbacks(here, "RolloutWindow"),
     }
     return {f"{name}, {how}": Row(make) for how, make in made.items()}
@@ -127,14 +129,14 @@ def rollouts(number: int) -> dict[str, Row]:
 
 SHAPES = {
     "few rows": shape("few rows", 2, 4, rounds=8),
-    "16 slots": shape("16 slots", 4, 8, slots(16), rounds=4),
+    "32 on 16 slots": shape("32 on 16 slots", 4, 8, slots(16), rounds=2, scale=2),
 }
 ROWS: dict[str, Row] = {
     **SHAPES["few rows"],
-    **SHAPES["16 slots"],
-    "both cores, 16 slots": Row(callbacks(slots(16)), reward=distinct),
-    "both cores, 16 slots, DownSampling(2)": Row(
-        callbacks(slots(16), ("DownSampling", {"keep": 2})), reward=distinct
+    **SHAPES["32 on 16 slots"],
+    "both cores, 32 on 16 slots": Row(callbacks(slots(16)), reward=distinct, scale=2),
+    "both cores, 32 on 16 slots, DownSampling(2)": Row(
+        callbacks(slots(16), ("DownSampling", {"keep": 2})), reward=distinct, scale=2
     ),
     "rollout, all at once": Row(callbacks()),
     **rollouts(8),
