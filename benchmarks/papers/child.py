@@ -131,7 +131,6 @@ def data_of(row: Row, seed: int) -> RolloutDataModule:
         num_generations=row.generations,
         max_completion_length=512 // row.scale,
         micro_batch_tokens=2048,
-        steps_per_round=row.steps,
         seed=seed,
     )
 

@@ -20,6 +20,8 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from operator import truediv
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,11 +53,13 @@ FIGURES = (
 
 
 def measured(seed: int, cpu: str | None = None) -> dict[str, dict[str, list[float]]]:
-    """Return the figures of each row that a CPU has measured, in the order of time."""
+    """Return the figures of each row that a CPU has measured, and `ended`, in order of time."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in results.read("papers", cpu or results.cpu()):
         if json.loads(line["arguments"])["seed"] == seed:
             found[line["row"]][line["figure"]].append(float(line["value"]))
+            if line["figure"] == "seconds":
+                found[line["row"]]["ended"].append(datetime.fromisoformat(line["date"]).timestamp())
     return found
 
 
@@ -70,8 +74,7 @@ def measure(name: str, seed: int) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     arguments = name, str(seed), str(folder)
     run_module("papers.child", *arguments, name=name, threads=ROWS[name].threads, kv_gib=2)
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    return dict(json.loads((folder / "result.json").read_text()))
 
 
 def simulate(rows: Mapping[str, Row], folder: Path) -> None:
@@ -93,31 +96,37 @@ def simulate(rows: Mapping[str, Row], folder: Path) -> None:
 def table_of_shape(shape: str, cpu: str) -> str:
     """Return Markdown: each schedule of a shape beside its simulation; empty without plain rounds.
 
-    `times` is how many times as fast as plain rounds a schedule is, by trained tokens.
+    `times` is how many times as fast, by trained tokens, as the plain rounds that ran before.
     """
     found, rows = measured(0, cpu), list(SHAPES[shape])
-    if rows[0] not in found:
+    if not (plain := found[rows[0]])["seconds"]:
         return ""
-    plain = found[rows[0]]
+    before = dict(zip(plain["ended"], per_token(plain), strict=True))
     kinds = [kind for kind in ("simulated", "h100") if kind in plain]
     titles = ("seconds", "times", *kinds, *FIGURES[1:])
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    for name in filter(found.get, rows):
+    for name in (name for name in rows if found[name]["seconds"]):
         figures = found[name]
-        shares = [n / fmean(plain["trained_tokens"]) for n in figures["trained_tokens"]]
-        per = [s / share for s, share in zip(figures["seconds"], shares, strict=True)]
-        cells = [cell(figures["seconds"]), f"{fmean(plain['seconds']) / fmean(per):.2f}"]
+        ours = zip(figures["ended"], per_token(figures), strict=True)
+        first = min(before)
+        times = [before[max([first, *(b for b in before if b <= at)])] / per for at, per in ours]
+        cells = [cell(figures["seconds"]), results.with_error(times, 2)]
         cells += [f"{plain[k][-1] / figures[k][-1]:.2f}" if k in figures else "" for k in kinds]
         cells += [cell(figures.get(figure, [])) for figure in FIGURES[1:]]
         lines.append(f"| {name.removeprefix(f'{shape}, ')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def per_token(figures: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return the seconds of a trained token of each repeat."""
+    return [*map(truediv, figures["seconds"], figures["trained_tokens"])]
+
+
 def table(found: dict[str, dict[str, list[float]]]) -> str:
     """Return a Markdown row for each row, with means and standard errors of the repeats."""
     lines = [f"| | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
     for name in ROWS:
-        if figures := found.get(name):
+        if (figures := found[name])["seconds"]:
             cells = [cell(figures.get(figure, [])) for figure in FIGURES]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -57,8 +57,6 @@ class Row:
     generations: int = 8
     scale: int = 1
     """What the recorded lengths are divided by, and the limit of 512 tokens."""
-    steps: int = 1
-    """Optimizer steps of a pass over a round."""
     rounds: int = 3
     """Measured rounds, at most."""
     warm_up: int = 1
@@ -117,14 +115,12 @@ def shape(
 
 def rollouts(number: int) -> dict[str, Row]:
     """Return rows for rollouts alone, with a number of slots."""
-    here, name = slots(number), f"rollout, {number} slots"
     made = {
         "in turn": callbacks(slots(number, refill="rounds")),
-        "continuous": callbacks(here),
+        "continuous": callbacks(slots(number)),
         "longest first": callbacks(slots(number, order="longest_first"), "LengthPrediction"),
-        "RolloutWindow": callbacks(here, "RolloutWindow"),
     }
-    return {f"{name}, {how}": Row(make) for how, make in made.items()}
+    return {f"rollout, {number} slots, {how}": Row(make) for how, make in made.items()}
 
 
 SHAPES = {
@@ -135,9 +131,6 @@ ROWS: dict[str, Row] = {
     **SHAPES["few rows"],
     **SHAPES["32 on 16 slots"],
     "both cores, 32 on 16 slots": Row(callbacks(slots(16)), reward=distinct, scale=2),
-    "both cores, 32 on 16 slots, DownSampling(2)": Row(
-        callbacks(slots(16), ("DownSampling", {"keep": 2})), reward=distinct, scale=2
-    ),
     "rollout, all at once": Row(callbacks()),
     **rollouts(8),
     **rollouts(16),

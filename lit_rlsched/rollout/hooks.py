@@ -51,4 +51,4 @@ class RoundHooks:
         """Return a group to decode in this round in place of one that is complete, if any."""
 
     def advanced(self, state: RoundState, trace: RolloutTrace) -> None:
-        """Called each time a group is complete, between two steps of the engine."""
+        """Called when a group is complete, and when its place is final, between two steps."""

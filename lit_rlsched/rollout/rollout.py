@@ -206,7 +206,9 @@ class Rollout:
             while (live or (turns and turns.pending)) and not rule.done(state):
                 self._check_interrupt()
                 events = worker.step() if live else []
-                state.final = len(state.decoded)  # later groups are appended
+                if state.final < len(state.decoded):  # later groups are appended
+                    state.final = len(state.decoded)
+                    self.hooks.advanced(state, self.trace)
                 finished = self._take(events)
                 if turns is not None:
                     finished = [*finished, *self._answered(turns)]
@@ -214,8 +216,7 @@ class Rollout:
                     yield from self._react(finished)
             self._take(worker.abort())
             state.patient = False
-            races = rule.patience is not None
-            while scorer.pending and not (races and rule.done(state)):
+            while scorer.pending and not (rule.patience is not None and rule.done(state)):
                 self._wait_for_score()
                 yield from self._scored()
             yield from self._replace()
@@ -286,8 +287,7 @@ class Rollout:
         due = sum(not self.state.waits(sample) for sample in samples)
         waits = worker.may_wait(due)
         self._requests.probe = session.probe_tokens if self._lengths is not None and waits else 0
-        ahead = not self._intervenes(due, len(samples))
-        worker.start_round(ahead=ahead, version=self.version)
+        worker.start_round(not self._intervenes(due, len(samples)), self.version)
         self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
 
     def _intervenes(self, due: int, completions: int) -> bool:

@@ -96,6 +96,20 @@ def test_stopping_early_aborts_the_rest(scheduler):
     assert engine.stats().running == 0 and not session.worker.busy and session.scorer.pending == 0
 
 
+def test_the_trainer_hears_of_a_final_group_a_step_later_even_if_its_score_came_at_once(scheduler):
+    rule, heard = FullRound(2), {}
+
+    def advanced(state, trace):
+        for group in rule.final_groups(state):
+            heard.setdefault(group.id, trace.decode_steps)
+
+    lengths = {"0@0/0": 1, "0@0/1": 2, "1@0/0": 5, "1@0/1": 9}  # a step of the engine ends at each
+    worker = RolloutWorker(simulated(4, lengths), Admission(4))
+    scorer = Scorer(scheduler, str, scores=False)
+    rollout_on(worker, scorer, groups(2, 2), rule, hooks=hooks_of(advanced=advanced)).run()
+    assert heard == {"0@0": 5}
+
+
 class NaNEngine(SimulatedEngine):
     """Says that one request's log-probs are not numbers."""
 
