@@ -18,6 +18,7 @@ for a model of 1.5 billion parameters.
 import json
 import shutil
 import sys
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -101,15 +102,14 @@ def table_of_shape(shape: str, cpu: str) -> str:
     found, rows = measured(0, cpu), list(SHAPES[shape])
     if not (plain := found[rows[0]])["seconds"]:
         return ""
-    before = dict(zip(plain["ended"], per_token(plain), strict=True))
+    base = per_token(plain)
     kinds = [kind for kind in ("simulated", "h100") if kind in plain]
     titles = ("seconds", "times", *kinds, *FIGURES[1:])
     lines = [f"| | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name in (name for name in rows if found[name]["seconds"]):
         figures = found[name]
         ours = zip(figures["ended"], per_token(figures), strict=True)
-        first = min(before)
-        times = [before[max([first, *(b for b in before if b <= at)])] / per for at, per in ours]
+        times = [base[max(0, bisect(plain["ended"], at) - 1)] / per for at, per in ours]
         cells = [cell(figures["seconds"]), results.with_error(times, 2)]
         cells += [f"{plain[k][-1] / figures[k][-1]:.2f}" if k in figures else "" for k in kinds]
         cells += [cell(figures.get(figure, [])) for figure in FIGURES[1:]]

@@ -208,7 +208,7 @@ class Rollout:
                 events = worker.step() if live else []
                 if state.final < len(state.decoded):  # later groups are appended
                     state.final = len(state.decoded)
-                    self.hooks.advanced(state, self.trace)
+                    self.hooks.advanced(state, self.trace)  # their scores may have come before
                 finished = self._take(events)
                 if turns is not None:
                     finished = [*finished, *self._answered(turns)]
@@ -287,7 +287,7 @@ class Rollout:
         due = sum(not self.state.waits(sample) for sample in samples)
         waits = worker.may_wait(due)
         self._requests.probe = session.probe_tokens if self._lengths is not None and waits else 0
-        worker.start_round(not self._intervenes(due, len(samples)), self.version)
+        worker.start_round(ahead=not self._intervenes(due, len(samples)), version=self.version)
         self._submit(sorted(samples, key=lambda sample: not sample.completion.token_ids))
 
     def _intervenes(self, due: int, completions: int) -> bool:
